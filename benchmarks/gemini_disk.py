@@ -33,7 +33,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.zero.gemini import record_timeline
-from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini._hooks import handle_of
 
 BYTES_OF_MODEL_DATA = 4 + 4 + 8  # of a parameter, its gradient and Adam's two states
 PIECE = 8 * 2**20
@@ -104,7 +104,7 @@ def worker(args: argparse.Namespace) -> None:
             loss = step()
             seconds = time.perf_counter() - start
         other_bytes = iterations[0].peak_other_bytes if iterations else other_bytes
-        chunks = place_of(next(model.parameters())).residence.chunks
+        chunks = handle_of(next(model.parameters())).cache.chunks
         homes = [(chunk.home.name, chunk.states_home.name, chunk.num_bytes) for chunk in chunks]
         moved = {"sections": 0, "states": 0}
         for home, states_home, size in homes:

@@ -78,6 +78,7 @@ from colossalai.tensor.colo import ShardSpec as ShardSpec
 from colossalai.tensor.colo import as_colo_parameter as as_colo_parameter
 from colossalai.tensor.colo import as_memory as as_memory
 from colossalai.tensor.colo import as_plain_parameter as as_plain_parameter
+from colossalai.tensor.colo import cut_of as cut_of
 from colossalai.tensor.colo import follow_cut as follow_cut
 from colossalai.tensor.colo import memory_scope as memory_scope
 from colossalai.tensor.colo import process_group_of as process_group_of

@@ -24,7 +24,7 @@ BUILT_FOR = "built_for"
 """A module: the extents of the mesh that its specs were made for (`tensor/_sharded_module.py`)."""
 
 CHUNK_PLACE = "chunk_place"
-"""A parameter of a model in chunks: where its values lie (`zero/gemini/_uses.py`)."""
+"""A parameter of a model in chunks: where its values are (`zero/gemini/_hooks.py`)."""
 
 LAZY_TAPE = "lazy_tape"
 """The storage of a lazy tensor: the operations that will write it (`lazy/_tape.py`)."""

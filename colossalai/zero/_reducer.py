@@ -40,10 +40,14 @@ class ShardedReducer:
         stage: 1 or 2.
         overlap: Start buckets during the backward; False: at its end.
         dtype: What is sent; None: gradients as they are.
-        on_grad: Called with a bucket of which a gradient has come, and whether all have.
+        on_full: Called with a bucket when all its gradients have come; None: nothing is called.
         keep: Called with a bucket and this rank's slice of the mean; returns it as it is to be kept.
         max_in_flight: Buckets that are averaged at a time; a 16-bit one has receive buffers, together nearly
             as large as it is.
+
+    Attributes:
+        all_grads: The gradients of all buckets, part by part, and then the late ones.
+        on_grad: Called with a bucket of which a gradient has come; None: nothing is called.
     """
 
     def __init__(
@@ -55,13 +59,14 @@ class ShardedReducer:
         stage: int,
         overlap: bool,
         dtype: torch.dtype | None,
-        on_grad: Callable[[FlatBucket, bool], None] | None = None,
+        on_full: Callable[[FlatBucket], None] | None = None,
         keep: KeepMean | None = None,
         max_in_flight: int = 2,
     ) -> None:
         self._replicas = replicas
         self._max_in_flight = max_in_flight
-        self._notify = on_grad
+        self.on_grad: Callable[[FlatBucket], None] | None = None
+        self._on_full = on_full
         self._nodes: list[Node] = []  # those of `await_nodes`: a parameter alone does not keep its own
         self._num_holds = 0
         self._stage = stage
@@ -247,8 +252,12 @@ class ShardedReducer:
 
     def _after_arrival(self, grads: BucketGrads) -> None:
         """Start the buckets at the head of the queue that are full, after a gradient has arrived in one."""
-        if self._notify is not None:
-            self._notify(grads.bucket, len(grads.arrived) == len(grads.placeholders))
+        if self.on_grad is not None:
+            self.on_grad(grads.bucket)
+        if len(grads.arrived) < len(grads.placeholders):
+            return
+        if self._on_full is not None:
+            self._on_full(grads.bucket)
         while self._queue and len(self._queue[0].arrived) == len(self._queue[0].placeholders):
             self._start(self._queue.popleft())
 
@@ -300,7 +309,7 @@ def _on_grad(
         if reducer._nodes:
             return  # parameters arrive when the backward is through their nodes
         grads.arrived.add(index)
-        if reducer._notify is not None or len(grads.arrived) == len(grads.placeholders):
+        if reducer.on_grad is not None or len(grads.arrived) == len(grads.placeholders):
             reducer._after_arrival(grads)
 
 

@@ -14,7 +14,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
 from colossalai.zero._windows import step_in_windows
-from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini.planning import Home
 from tests.ranks import run_ranks
 
@@ -106,7 +106,7 @@ def on_disk(folder: str) -> tuple[list[Any], list[Any], int, float]:
         twin(x).square().mean().backward()
         other.step()
         other.zero_grad()
-    chunks = place_of(next(net.parameters())).residence.chunks
+    chunks = handle_of(next(net.parameters())).cache.chunks
     num_on_disk = sum(chunk.states_home is Home.DISK for chunk in chunks)
     with model.gathered():
         pairs = zip(net.parameters(), twin.parameters(), strict=True)

@@ -1,6 +1,7 @@
 """ColoTensor: existing models cut by annotating their parameters."""
 
 from colossalai.tensor.colo._cut import as_memory as as_memory
+from colossalai.tensor.colo._cut import cut_of as cut_of
 from colossalai.tensor.colo._process_group import ProcessGroup as ProcessGroup
 from colossalai.tensor.colo._specs import ColoTensorSpec as ColoTensorSpec
 from colossalai.tensor.colo._specs import ComputePattern as ComputePattern

@@ -8,10 +8,9 @@ of date then. `ChunkState` says of the whole:
 | state | the whole | what may come |
 | --- | --- | --- |
 | FREE | is not there | it is gathered: HOLD |
-| HOLD | is there, nobody uses it | a use, a gradient, or it is let go of |
+| HOLD | is there, no function uses it | a use, the last gradient, or it is freed |
 | COMPUTE | a function uses it | the end of the use |
-| HOLD_AFTER_BWD | is there; some gradients of this backward have come | as HOLD |
-| READY_FOR_REDUCE | is there; all gradients have come | it is let go of, or a use of the next forward |
+| READY_FOR_REDUCE | is there; all gradients have come | it is freed, or a use of the next forward |
 
 Where a chunk's section lies (device, host or disk) is another matter, see `_tiers.py`.
 """
@@ -40,19 +39,17 @@ class ChunkState(Enum):
     FREE = "free"
     COMPUTE = "compute"
     HOLD = "hold"
-    HOLD_AFTER_BWD = "hold after backward"
     READY_FOR_REDUCE = "ready for reduce"
 
     __hash__ = object.__hash__  # that of `Enum` is a function in Python, and every use asks for it twice
 
 
 _FREE, _COMPUTE, _HOLD = ChunkState.FREE, ChunkState.COMPUTE, ChunkState.HOLD
-_AFTER, _READY = ChunkState.HOLD_AFTER_BWD, ChunkState.READY_FOR_REDUCE
+_READY = ChunkState.READY_FOR_REDUCE
 LEGAL_MOVES: dict[ChunkState, frozenset[ChunkState]] = {
     _FREE: frozenset({_HOLD}),
-    _HOLD: frozenset({_FREE, _COMPUTE, _AFTER, _READY}),
+    _HOLD: frozenset({_FREE, _COMPUTE, _READY}),
     _COMPUTE: frozenset({_HOLD}),
-    _AFTER: frozenset({_FREE, _COMPUTE, _READY}),
     _READY: frozenset({_FREE, _COMPUTE}),
 }
 """From each state to those that may follow."""
@@ -82,6 +79,7 @@ class Chunk:
         whole: All values, as long as they are there.
         state: Of the whole.
         num_uses: How many functions, and blocks that gather it, need it now.
+        views: The values of parameters as views of `whole`, which callers do not pass on; by their number.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Chunk:
         self.names = names
         self._mean_on_disk: torch.Tensor | None = None
         self._version = 0  # of `whole`, when it was last known to be what the sections say
-        self._views: dict[int, torch.Tensor] = {}  # of `whole`, for those who do not hand them on
+        self.views: dict[int, torch.Tensor] = {}
 
     @property
     def num_bytes(self) -> int:
@@ -198,14 +196,12 @@ class Chunk:
         """Let go of the whole; its memory is returned when nobody else refers to it."""
         self.move(ChunkState.FREE)
         self.whole = None
-        self._views.clear()
+        self.views.clear()
 
-    def values_of(self, index: int) -> torch.Tensor:
-        """Return the values of a parameter, as a view that is made once as long as the whole is there."""
-        view = self._views.get(index)
-        if view is None:
-            assert self.whole is not None, f"chunk {self.number} is not present"
-            view = self._views[index] = self.layout.view(self.whole, index)
+    def make_view(self, index: int) -> torch.Tensor:
+        """Return the values of a parameter, as a view that is in `views` as long as the whole is there."""
+        assert self.whole is not None, f"chunk {self.number} is not present"
+        view = self.views[index] = self.layout.view(self.whole, index)
         return view
 
     def begin_use(self, name: str) -> None:
@@ -214,18 +210,17 @@ class Chunk:
             self.move(ChunkState.COMPUTE, name=name)
         self.num_uses += 1
 
-    def end_use(self) -> None:
-        """Note that a function has used it."""
+    def end_use(self) -> bool:
+        """Note that a function has used it; return whether there is a write that was not taken."""
         self.num_uses -= 1
         if self.num_uses == 0:
             self.move(ChunkState.HOLD)
+        return self.whole is not None and self.whole._version != self._version
 
-    def note_gradients(self, *, all_have_come: bool) -> None:
-        """Note that gradients of its parameters have come, if its whole is there."""
-        if self.state in (ChunkState.HOLD, ChunkState.HOLD_AFTER_BWD):
-            wanted = ChunkState.READY_FOR_REDUCE if all_have_come else ChunkState.HOLD_AFTER_BWD
-            if wanted is not self.state:
-                self.move(wanted)
+    def end_backward(self) -> None:
+        """Note that all gradients of its parameters have come, if its whole is there."""
+        if self.state is ChunkState.HOLD:
+            self.move(ChunkState.READY_FOR_REDUCE)
 
     @property
     def is_written(self) -> bool:

@@ -14,7 +14,7 @@ Each step sends (n-1)/n of the parameters in the forward and in the backward, an
 
 import os
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, final
@@ -41,16 +41,16 @@ from colossalai.zero._layout import FlatBucket
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._replicas import refuse_own_clipping, refuse_shared
 from colossalai.zero._shards import Shards
+from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import LATE, lay_out_chunks, make_chunk
+from colossalai.zero.gemini._hooks import ModelHooks, handle_of, is_chunked, refuse_modules
 from colossalai.zero.gemini._lodging import Lodging, assumed_state_bytes
 from colossalai.zero.gemini._positions import PATIENCE_S
-from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini._search import ChunkSizes
 from colossalai.zero.gemini._section_weights import deal_out_cut_params, weights_in
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
-from colossalai.zero.gemini._timeline import ChunkContents, contents_of
-from colossalai.zero.gemini._uses import is_chunked, place_of, refuse_modules
+from colossalai.zero.gemini._timeline import ChunkContents, TimelineRecorder, contents_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, ResidencePlan, Trace
 
@@ -202,7 +202,7 @@ class InChunks(DataMethod):
             _warn_of_margin(device)
         arriving.buffers()
         broadcast_from_first(module.buffers(), replicas)
-        return _InChunks(module, self, replicas, self._tier_memory(device), arriving)
+        return AppliedChunks(module, self, replicas, self._tier_memory(device), arriving)
 
     def _tier_memory(self, device: torch.device | None) -> TierMemory:
         return TierMemory(
@@ -211,7 +211,7 @@ class InChunks(DataMethod):
 
 
 @final
-class _InChunks(AppliedDataMethod):
+class AppliedChunks(AppliedDataMethod):
     """A module whose parameters lie in chunks.
 
     Args:
@@ -247,21 +247,26 @@ class _InChunks(AppliedDataMethod):
         )
         dtypes = {layout: kind.dtype for layout, kind in layouts.items()}
         self._lodging = Lodging(dtypes, options.policy(), tiers, replicas)
-        self.residence = Residence(
+        self.cache = ChunkCache(
             most_bytes=self._lodging.chunk_budget, is_strict=options.memory_budget is not None
         )
+        # Weakly: parameters lead to the cache, and hooks on nodes of the graph, which the garbage collector
+        # does not see, lead to parameters.
+        self.cache.find_owner = weakref.ref(self)
+        self.hooks = ModelHooks(self.cache)
         if self._lodging.is_bounded:
             tiers.map_large_blocks()
         for number, layout in enumerate(layouts):
             chunk = make_chunk(number, layout, names, arriving, replicas, tiers)
-            self.residence.add(chunk, names, *self._lodging.homes_of(number))
+            self.hooks.add(chunk, names)
+            self.cache.add(chunk, *self._lodging.homes_of(number))
             if self._lodging.is_bounded:
                 tiers.give_back_freed()  # what its parameters have left
         arriving.end()
-        self.residence.start_gathers(patience=options.patience)
+        self.cache.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
-            self.residence.follow_guide()
-        self._chunk_of = {chunk.layout: chunk for chunk in self.residence.chunks}
+            self.cache.follow_guide()
+        self._chunk_of = {chunk.layout: chunk for chunk in self.cache.chunks}
         trained = {layout: kind.part for layout, kind in layouts.items() if kind.is_trained}
 
         def of_part(number: int) -> list[FlatBucket]:
@@ -274,21 +279,17 @@ class _InChunks(AppliedDataMethod):
             stage=1 if options.keeps_grads else 2,
             overlap=True,
             dtype=None,
-            on_grad=lambda layout, full: self.residence.note_gradients(
-                self._chunk_of[layout], all_have_come=full
-            ),
+            on_full=lambda layout: self.cache.end_backward_of(self._chunk_of[layout]),
             keep=None if options.keeps_grads else self._keep_mean,
             max_in_flight=1,  # and one more that gradients are added to
         )
         raw = module.module if isinstance(module, PrecisionModule) else module
-        WholeModules(find_modules(raw, options.whole_modules), self.residence, self._reducer)
+        WholeModules(find_modules(raw, options.whole_modules), self.hooks, self._reducer)
         for part in module.modules():
             if next(part.parameters(), None) is None:
                 continue  # it uses none, and a step has many such calls
-            part.register_forward_pre_hook(self.residence.enter, prepend=True, with_kwargs=True)
-            part.register_forward_hook(self.residence.leave, always_call=True)
-        self.residence.memory_budget = self._lodging.memory_budget
-        self.residence.contents = self._contents()
+            part.register_forward_pre_hook(self.hooks.enter, prepend=True, with_kwargs=True)
+            part.register_forward_hook(self.hooks.leave, always_call=True)
         self._shards: dict[Optimizer, Shards] = {}
         self._held: dict[Optimizer, set[nn.Parameter]] = {}
         self._have_stepped: set[Optimizer] = set()
@@ -304,7 +305,7 @@ class _InChunks(AppliedDataMethod):
         options = replace(self._options, gpu_margin_mem_ratio=ratio)
         for optimizer in self._shards:
             options.check_optimizer(optimizer, self._replicas)
-        _warn_of_margin(self.residence.chunks[0].device)
+        _warn_of_margin(self.cache.chunks[0].device)
         self._lodging.set_state_margin(ratio)
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
@@ -345,7 +346,7 @@ class _InChunks(AppliedDataMethod):
                 after_step=lambda: self._end_step(optimizer),
                 weights_of=lambda layout: weights_in(
                     self._chunk_of[layout],
-                    self.residence,
+                    self.cache,
                     held,
                     owners=owners,
                     keeps_shapes=not is_elementwise(optimizer),
@@ -361,13 +362,13 @@ class _InChunks(AppliedDataMethod):
     def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
         """See the base class; what shares a chunk with one of `params` comes with it."""
         if params is None:
-            return self.residence.gathered()
-        wanted = {place_of(param).chunk for param in params}
-        return self.residence.gathered([chunk for chunk in self.residence.chunks if chunk in wanted])
+            return self.cache.gathered()
+        wanted = {handle_of(param).chunk for param in params}
+        return self.cache.gathered([chunk for chunk in self.cache.chunks if chunk in wanted])
 
     def state_dict(self, raw: nn.Module, *args: Any, **kwargs: Any) -> Any:
         """See the base class: whole values in host memory, chunk by chunk; with `keep_vars` parameters."""
-        return whole_state(self.residence, raw, *args, **kwargs)
+        return whole_state(self.cache, raw, *args, **kwargs)
 
     def load_state_dict(
         self, raw: nn.Module, content: Mapping[str, Any], *, strict: bool = True, assign: bool = False
@@ -377,50 +378,55 @@ class _InChunks(AppliedDataMethod):
             raise ValueError(
                 "assign=True puts new parameters into the model, and those it has lie in chunks: leave it out"
             )
-        return load_whole_state(self.residence, raw, content, strict=strict)
+        return load_whole_state(self.cache, raw, content, strict=strict)
 
-    def _contents(self) -> Callable[[], list[ChunkContents]]:
-        """Return what tells the contents of chunks; weakly, for parameters lead to the residence.
+    @property
+    def memory_budget(self) -> int | None:
+        """Bytes of the compute tier for all memory; None: no bound."""
+        return self._lodging.memory_budget
 
-        What the residence leads to they would hold, and hooks on their nodes of the graph lead back to them
-        where the garbage collector does not look.
-        """
-        find = weakref.ref(self)
+    def contents(self) -> list[ChunkContents]:
+        """Return what this rank has of each chunk now."""
+        return contents_of(self.cache.chunks, self._reducer, self._shards)
 
-        def contents() -> list[ChunkContents]:
-            living = find()
-            if living is None:
-                return []
-            return contents_of(living.residence.chunks, living._reducer, living._shards)
+    def set_recorder(self, recorder: TimelineRecorder | None) -> None:
+        """Begin to record a timeline, or end it."""
+        self.cache.recorder = recorder
+        # Without a guide, chunks that have no memory of their own are not fetched in a backward.
+        records_grads = recorder is not None and self.cache.guide is None
+        self._reducer.on_grad = self._record_grad if records_grads else None
 
-        return contents
+    def _record_grad(self, layout: FlatBucket) -> None:
+        chunk, recorder = self._chunk_of[layout], self.cache.recorder
+        if recorder is not None and not chunk.is_apart:
+            recorder.use(chunk.number, is_backward=True, is_planned=False)
 
     def _keep_mean(self, layout: FlatBucket, mean: torch.Tensor) -> torch.Tensor:
         dtype = self._mean_dtypes.get(layout, layout.grad_dtype)
-        return self.residence.keep_mean(self._chunk_of[layout], mean.to(dtype))
+        return self.cache.keep_mean(self._chunk_of[layout], mean.to(dtype))
 
     def _end_iteration(self) -> None:
-        self._trace = self.residence.end_iteration() or self._trace
+        self._trace = self.cache.end_iteration() or self._trace
         self._give_buffers()
 
     def _end_step(self, optimizer: Optimizer) -> None:
         """Plan from the iteration that was recorded, once a step has been made; collective then."""
         self._have_stepped.add(optimizer)
         if optimizer is next(iter(self._shards), optimizer):  # the first one, whose step ends an iteration
-            self.residence.end_step()
+            self.cache.end_step()
             self._plan_for_larger()
         if self._trace is None:
             return
         # Steps that were skipped can have had larger batches than the iteration that was recorded.
-        guide, trace, self._trace = self.residence.guide, self._trace, None
+        guide, trace, self._trace = self.cache.guide, self._trace, None
         self._follow(self._plan_from(trace if guide is None or guide.trace is None else guide.trace))
 
     def _plan_for_larger(self) -> None:
         """Plan anew if the iteration took more memory on any rank than was planned for; collective."""
-        guide = self.residence.guide
+        guide = self.cache.guide
         if self._trace is not None or guide is None or guide.trace is None:  # alike on all ranks
             return
-        has_grown = torch.tensor(guide.has_grown, dtype=torch.uint8, device=self.residence.chunks[0].device)
+        has_grown = torch.tensor(guide.has_grown, dtype=torch.uint8, device=self.cache.chunks[0].device)
         if not all_reduce_in_place(has_grown, self._replicas, dist.ReduceOp.MAX).item():
             return
         guide.has_grown = False
@@ -436,15 +442,15 @@ class _InChunks(AppliedDataMethod):
             self._follow(plan)
 
     def _plan_from(self, trace: Trace) -> ResidencePlan:
-        names = [chunk.names for chunk in self.residence.chunks]
+        names = [chunk.names for chunk in self.cache.chunks]
         return self._lodging.plan(trace, self._state_bytes(), names=names)
 
     def _follow(self, plan: ResidencePlan) -> None:
-        for number, chunk in enumerate(self.residence.chunks):
-            self.residence.place(chunk, *self._lodging.homes_of(number))
+        for number, chunk in enumerate(self.cache.chunks):
+            self.cache.place(chunk, *self._lodging.homes_of(number))
         for other, shards in self._shards.items():
             shards.settle(other)
-        self.residence.follow(plan, most_bytes=self._lodging.chunk_budget)
+        self.cache.follow(plan, most_bytes=self._lodging.chunk_budget)
 
     def _state_bytes(self) -> dict[FlatBucket, float]:
         """Return for each trained chunk the bytes of states for an element of this rank's section."""

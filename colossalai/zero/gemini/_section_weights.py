@@ -20,8 +20,8 @@ from colossalai.context import Axis
 from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._layout import FlatBucket, lay_out_by_owner
 from colossalai.zero._weights import BucketWeights
+from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import Chunk
-from colossalai.zero.gemini._residence import Residence
 from colossalai.zero.gemini.planning import Home
 
 
@@ -58,7 +58,7 @@ def deal_out_cut_params(
 
 def weights_in(
     chunk: Chunk,
-    residence: Residence,
+    cache: ChunkCache,
     held: Collection[nn.Parameter],
     *,
     owners: Mapping[nn.Parameter, int],
@@ -68,7 +68,7 @@ def weights_in(
 
     Args:
         chunk: The chunk.
-        residence: Where it is present.
+        cache: Where it is present.
         held: The parameters of the optimizer.
         owners: Which of the ranks that hold it gets a parameter as a whole, for those that are cut.
         keeps_shapes: Whether what lies in one section keeps its shape.
@@ -78,10 +78,10 @@ def weights_in(
     moved = [param for param in params if param in owners]
     found: list[BucketWeights] = []
     if here:
-        found.append(SectionWeights(chunk, residence, held=here, keeps_shapes=keeps_shapes))
+        found.append(SectionWeights(chunk, cache, held=here, keeps_shapes=keeps_shapes))
     if moved:
         layout = lay_out_by_owner(moved, owners, grad_dtype=chunk.layout.grad_dtype, sync=chunk.layout.sync)
-        found.append(OwnedWeights(chunk, residence, layout))
+        found.append(OwnedWeights(chunk, cache, layout))
     return found
 
 
@@ -90,7 +90,7 @@ class _OfChunk(BucketWeights):
 
     Args:
         chunk: The chunk.
-        residence: Where it is present.
+        cache: Where it is present.
         bucket: The layout by which it is updated.
         options: See the base class.
     """
@@ -100,7 +100,7 @@ class _OfChunk(BucketWeights):
     def __init__(
         self,
         chunk: Chunk,
-        residence: Residence,
+        cache: ChunkCache,
         bucket: FlatBucket,
         *,
         held: Sequence[int] | None = None,
@@ -108,7 +108,7 @@ class _OfChunk(BucketWeights):
     ) -> None:
         super().__init__(bucket, held=held, keeps_shapes=keeps_shapes)
         self._chunk = chunk
-        self._residence = residence
+        self._cache = cache
         self._num_writes = 0  # that are known here
 
     def keep(self, state: torch.Tensor) -> torch.Tensor:
@@ -121,14 +121,14 @@ class _OfChunk(BucketWeights):
 
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; which ones of a chunk were written is not known."""
-        num_writes, before = self._residence.num_writes(self._chunk), self._num_writes
+        num_writes, before = self._cache.num_writes(self._chunk), self._num_writes
         self._num_writes = num_writes
         return {self.bucket.params[index] for index in self.held} if num_writes > before else set()
 
     def start_publishing(self) -> Callable[[], object]:
         """See the base class: who needs the values gathers them."""
-        self._num_writes = self._residence.num_writes(self._chunk)
-        self._residence.note_updated(self._chunk)
+        self._num_writes = self._cache.num_writes(self._chunk)
+        self._cache.note_updated(self._chunk)
         return lambda: None
 
 
@@ -138,15 +138,13 @@ class SectionWeights(_OfChunk):
 
     Args:
         chunk: The chunk.
-        residence: Where it is present.
+        cache: Where it is present.
         held: The numbers of the parameters in the chunk.
         keeps_shapes: Whether what is a whole parameter has its shape.
     """
 
-    def __init__(
-        self, chunk: Chunk, residence: Residence, *, held: Sequence[int], keeps_shapes: bool
-    ) -> None:
-        super().__init__(chunk, residence, chunk.layout, held=held, keeps_shapes=keeps_shapes)
+    def __init__(self, chunk: Chunk, cache: ChunkCache, *, held: Sequence[int], keeps_shapes: bool) -> None:
+        super().__init__(chunk, cache, chunk.layout, held=held, keeps_shapes=keeps_shapes)
 
     @property
     def is_paged(self) -> bool:
@@ -170,15 +168,15 @@ class OwnedWeights(_OfChunk):
 
     Args:
         chunk: The chunk.
-        residence: Where it is present.
+        cache: Where it is present.
         bucket: The layout by owners.
     """
 
     has_lasting_homes: ClassVar[bool] = False
     moves_mean: ClassVar[bool] = True
 
-    def __init__(self, chunk: Chunk, residence: Residence, bucket: FlatBucket) -> None:
-        super().__init__(chunk, residence, bucket)
+    def __init__(self, chunk: Chunk, cache: ChunkCache, bucket: FlatBucket) -> None:
+        super().__init__(chunk, cache, bucket)
         layout, ranks = chunk.layout, range(bucket.axis.size)
         numbers = {param: number for number, param in enumerate(layout.params)}
         owners_of = [_ranks_with(bucket, index)[0] for index in range(len(bucket.params))]

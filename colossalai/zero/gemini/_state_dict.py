@@ -12,18 +12,18 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from colossalai.tensor import flat_values
+from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import Chunk
-from colossalai.zero.gemini._residence import Residence
-from colossalai.zero.gemini._uses import is_chunked, place_of
+from colossalai.zero.gemini._hooks import ModelHooks, handle_of, is_chunked
 
 
-def whole_state(residence: Residence, raw: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
+def whole_state(cache: ChunkCache, raw: nn.Module, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Return the state dict of a model with whole values in host memory, on every rank; collective.
 
     At no time are there more chunks than in training. Tied values are one tensor.
 
     Args:
-        residence: The chunks.
+        cache: The chunks.
         raw: The model, or a part of it.
         args: Those of `nn.Module.state_dict`, which still takes them by position.
         kwargs: As `args`; with `keep_vars` come the parameters themselves, and nothing is gathered.
@@ -33,21 +33,19 @@ def whole_state(residence: Residence, raw: nn.Module, *args: Any, **kwargs: Any)
     if kwargs.get("keep_vars") or any(args[2:3]):
         return state
     named = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    host = _host_values(residence, [value for value in named.values() if is_chunked(value)])
+    host = _host_values(cache, [value for value in named.values() if is_chunked(value)])
     for name, value in named.items():
         state[name] = host[id(value)] if id(value) in host else value.detach().cpu()
     return state
 
 
-def load_whole_state(
-    residence: Residence, raw: nn.Module, content: Mapping[str, Any], *, strict: bool
-) -> Any:
+def load_whole_state(cache: ChunkCache, raw: nn.Module, content: Mapping[str, Any], *, strict: bool) -> Any:
     """Load whole values into a model, as `nn.Module.load_state_dict` does; every rank loads the same.
 
     Nothing is gathered: what torch copies into a parameter goes into this rank's section.
 
     Args:
-        residence: The chunks.
+        cache: The chunks.
         raw: The model, or a part of it.
         content: The values by name.
         strict: Whether names that are missing or unexpected are an error.
@@ -58,13 +56,13 @@ def load_whole_state(
     Raises:
         RuntimeError: Names or shapes do not fit; what fits was loaded, as by torch.
     """
-    residence.share_writes()
+    cache.share_writes()
     try:
         with _IntoSections():
             return raw.load_state_dict(content, strict=strict)
     finally:
-        for chunk in residence.chunks:  # those that nothing came for, too: which they are need not be known
-            residence.note_loaded(chunk)
+        for chunk in cache.chunks:  # those that nothing came for, too: which they are need not be known
+            cache.note_loaded(chunk)
 
 
 def ordinary_copy(
@@ -79,46 +77,46 @@ def ordinary_copy(
         is_wanted: Whether this rank needs the values; if not, its copy is on the meta device.
     """
     params = [param for param in raw.parameters() if is_chunked(param)]
-    residences = {place_of(param).residence: None for param in params}
-    memo: dict[int, Any] = {id(residence): residence for residence in residences}
-    for residence in residences:
-        own = [param for param in params if place_of(param).residence is residence]
-        host = _host_values(residence, own, keeps=is_wanted)
+    memo: dict[int, Any] = {}
+    hooks_of_models = list(dict.fromkeys(handle_of(param).hooks for param in params))
+    for hooks in hooks_of_models:
+        own = [param for param in params if handle_of(param).hooks is hooks]
+        host = _host_values(hooks.cache, own, keeps=is_wanted)
         memo.update((id(param), nn.Parameter(host.pop(id(param)), param.requires_grad)) for param in own)
     copied = copy.deepcopy(raw, memo)
     for part in copied.modules():
-        _remove_hooks(part, residences)
+        _remove_hooks(part, hooks_of_models)
     return copied.to(device=device if is_wanted else torch.device("meta"), dtype=dtype)
 
 
 @torch.no_grad()
 def _host_values(
-    residence: Residence, params: Iterable[torch.Tensor], *, keeps: bool = True
+    cache: ChunkCache, params: Iterable[torch.Tensor], *, keeps: bool = True
 ) -> dict[int, torch.Tensor]:
     """Return copies of whole values in host memory, by the `id` of their parameter; collective.
 
     Args:
-        residence: The chunks, of which no more are present than in training.
+        cache: The chunks, of which no more are present than in training.
         params: The parameters.
         keeps: Whether this rank needs the values; if not, it gets tensors on the meta device.
     """
-    residence.share_writes()  # in a block of `gathered`: the same values on all ranks
+    cache.share_writes()  # in a block of `gathered`: the same values on all ranks
     by_chunk: dict[Chunk, list[torch.Tensor]] = {}
     for param in {id(param): param for param in params}.values():
-        by_chunk.setdefault(place_of(param).chunk, []).append(param)
+        by_chunk.setdefault(handle_of(param).chunk, []).append(param)
     host: dict[int, torch.Tensor] = {}
     for chunk in sorted(by_chunk, key=lambda chunk: chunk.number):
-        residence.fetch(chunk)  # collective; it may let go of the one before
+        cache.fetch(chunk)  # collective; it may let go of the one before
         for param in by_chunk[chunk]:
-            view = place_of(param).view().detach()
+            view = handle_of(param).view().detach()
             host[id(param)] = view.to("cpu", copy=True) if keeps else view.to("meta")
     return host
 
 
-def _remove_hooks(part: nn.Module, residences: Collection[Residence]) -> None:
+def _remove_hooks(part: nn.Module, of_models: Collection[ModelHooks]) -> None:
     """Remove the hooks of chunks from a copy of a module, which has ordinary parameters."""
     for hooks in (part._forward_pre_hooks, part._forward_hooks):
-        own = [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in residences]
+        own = [key for key, hook in hooks.items() if getattr(hook, "__self__", None) in of_models]
         for key in own:
             del hooks[key]
             part._forward_hooks_always_called.pop(key, None)

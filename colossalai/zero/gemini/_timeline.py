@@ -5,7 +5,7 @@
             ...
     iterations[-1].peak_bytes
 
-Model data is asked of those who hold it: the residence knows gathered chunks (by finalizers on their memory),
+Model data is asked of those who hold it: the cache knows gathered chunks (by finalizers on their memory),
 chunks their sections, the reducer means, the optimizer its states. The rest is what `OtherBytes` counts; see
 [Note: what is not model data]. Without a recorder nothing of this is asked, and a use costs one comparison.
 
@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
 from colossalai.zero.gemini._chunk import Chunk
-from colossalai.zero.gemini._uses import is_chunked, place_of
+from colossalai.zero.gemini._hooks import handle_of, is_chunked
 from colossalai.zero.gemini.planning import Home, OtherBytes
 
 
@@ -155,27 +155,30 @@ def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
     Raises:
         ValueError: No parameter of `model` lies in a chunk, or the model is being recorded already.
     """
-    residence = next((place_of(param).residence for param in model.parameters() if is_chunked(param)), None)
-    if residence is None:
+    cache = next((handle_of(param).cache for param in model.parameters() if is_chunked(param)), None)
+    if cache is None:
         raise ValueError(
             f"no parameter of this {type(model).__name__} lies in a chunk: pass a model that has been "
             "through GeminiPlugin, GeminiDDP or zero_model_wrapper(zero_stage=3)"
         )
-    if residence.recorder is not None:
+    if cache.recorder is not None:
         raise ValueError(f"this {type(model).__name__} is being recorded already: leave one block out")
     iterations: list[Iteration] = []
+    owner = cache.find_owner()
+    assert owner is not None, "a model that is recorded is alive"
     recorder = TimelineRecorder(
         iterations,
-        residence.counter(),
-        contents=residence.contents,
-        memory_budget=residence.memory_budget,
+        cache.counter(),
+        contents=lambda: [] if (living := cache.find_owner()) is None else living.contents(),
+        memory_budget=owner.memory_budget,
     )
-    residence.recorder = recorder
+    owner.set_recorder(recorder)
     recorder.counter.listener = recorder.hear_peak
     try:
         yield iterations
     finally:
-        residence.recorder = recorder.counter.listener = None
+        recorder.counter.listener = None
+        owner.set_recorder(None)
         recorder.counter.stop()
 
 
@@ -234,7 +237,7 @@ def contents_of(
             param = shards.param_of(tensor)
             if not is_chunked(param):
                 continue
-            chunk = place_of(param).chunk
+            chunk = handle_of(param).chunk
             its_own = [value for value in optimizer.state.get(tensor, {}).values() if torch.is_tensor(value)]
             if tensor.untyped_storage()._cdata != chunk.section.untyped_storage()._cdata:
                 its_own.append(tensor)  # a master, or a whole parameter
@@ -248,7 +251,7 @@ Contents = Callable[[], list[ChunkContents]]
 
 
 class TimelineRecorder:
-    """Puts moments together of what a residence tells.
+    """Puts moments together of what a cache tells.
 
     Args:
         iterations: Where iterations go.

@@ -32,8 +32,7 @@ from torch import nn
 from colossalai.tensor import map_tensors, nested_tensors
 from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero.gemini._chunk import Chunk
-from colossalai.zero.gemini._residence import Residence
-from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini._hooks import ModelHooks, handle_of
 
 ModuleChoice = str | type[nn.Module]
 
@@ -134,7 +133,7 @@ class _Entry(torch.autograd.Function):
         ctx.run = run
         ctx.num_inputs = len(tensors) - len(run.trained)
         ctx.set_materialize_grads(False)  # None says that a parameter was not used
-        return (anchor.detach(), *(place_of(param).view() for param in run.trained))
+        return (anchor.detach(), *(handle_of(param).view() for param in run.trained))
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
@@ -183,15 +182,14 @@ class WholeModules:
 
     Args:
         modules: The modules, with their names.
-        residence: The chunks.
+        hooks: The hooks of the model.
         reducer: What averages their gradients.
     """
 
-    def __init__(
-        self, modules: Mapping[nn.Module, str], residence: Residence, reducer: ShardedReducer
-    ) -> None:
+    def __init__(self, modules: Mapping[nn.Module, str], hooks: ModelHooks, reducer: ShardedReducer) -> None:
         self._names = dict(modules)
-        self._residence = residence
+        self._hooks = hooks
+        self._cache = hooks.cache
         self._reducer = reducer
         self._chunks: dict[nn.Module, list[Chunk]] = {}
         self._open: list[_Open] = []
@@ -200,7 +198,7 @@ class WholeModules:
         device = next((param.device for module in modules for param in module.parameters()), None)
         self._anchor = torch.zeros((), device=device, requires_grad=True)
         for module in modules:
-            own = {place_of(param).chunk for param in module.parameters()}
+            own = {handle_of(param).chunk for param in module.parameters()}
             self._chunks[module] = sorted(own, key=lambda chunk: chunk.number)
             module.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
             module.register_forward_hook(self._leave, always_call=True)
@@ -214,7 +212,7 @@ class WholeModules:
     def hold(self, run: _Passage) -> None:
         """Gather the chunks of a run whose backward begins; what comes from now on is averaged after it."""
         self._reducer.hold()
-        self._residence.hold(run.chunks)
+        self._cache.hold(run.chunks)
         self._held.append(run)
         # Private, and what DDP and FSDP of torch use: called when this backward ends.
         torch.autograd.Variable._execution_engine.queue_callback(run.end_backward)
@@ -222,7 +220,7 @@ class WholeModules:
     def release(self, run: _Passage) -> None:
         """Let go of the chunks of a run whose backward has ended."""
         self._held.remove(run)
-        self._residence.release(run.chunks)
+        self._cache.release(run.chunks)
         self._reducer.release()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -232,30 +230,30 @@ class WholeModules:
         if torch._C._current_graph_task_id() == -1:
             for run in self._held[::-1]:  # of a backward that has failed
                 run.end_backward()
-        self._residence.hold(chunks)
+        self._cache.hold(chunks)
         trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]
         run, number = _Passage(self, chunks, trained), None
         views: dict[nn.Parameter, torch.Tensor] = {}
         inputs = [tensor for tensor in nested_tensors((args, kwargs)) if tensor.requires_grad]
         if torch.is_grad_enabled() and (trained or inputs):
-            outer = [self._residence.view_in_module(param) for param in trained]
+            outer = [self._hooks.view_in_module(param) for param in trained]
             params = [param if view is None else view for param, view in zip(trained, outer, strict=True)]
             number, *values = _Entry.apply(run, self._anchor, *params, *inputs)
             views = dict(zip(trained, values, strict=True))
-        self._residence.open_views.append(views)
+        self._hooks.open_views.append(views)
         self._open.append(_Open(module, run, number))
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
         if not self._open or self._open[-1].module is not module:
             return None
         opened = self._open.pop()
-        self._residence.open_views.pop()
+        self._hooks.open_views.pop()
         try:
             if opened.number is None or output is None:  # None as well where the forward has failed
                 return None
             return self._behind_exit(opened, output)
         finally:
-            self._residence.release(opened.run.chunks)
+            self._cache.release(opened.run.chunks)
 
     def _behind_exit(self, opened: _Open, output: Any) -> Any:
         """Return the output of a module, with its tensors behind an `_Exit`.

@@ -25,10 +25,10 @@ from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.parallel import AppliedDataMethod
 from colossalai.zero._low_level import LowLevelZeroOptimizer, defaults_of, scaler_of
 from colossalai.zero._model import ZeroModel, check_device
+from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini._options import GeminiOptions
 from colossalai.zero.gemini._search import MB
 from colossalai.zero.gemini._state_dict import ordinary_copy
-from colossalai.zero.gemini._uses import place_of
 from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager
 
 _CPU = torch.device("cpu")
@@ -316,7 +316,7 @@ def _log_chunks(module: nn.Module) -> None:
     params_of: dict[int, list[str]] = {}
     chunks = {}
     for name, param in module.named_parameters():
-        chunk = place_of(param).chunk
+        chunk = handle_of(param).chunk
         chunks[chunk.number] = chunk
         params_of.setdefault(chunk.number, []).append(name)
     for number, names in sorted(params_of.items()):

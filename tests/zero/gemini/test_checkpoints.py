@@ -106,8 +106,8 @@ class Run:
         self.raw = self.model.unwrap()
 
     @property
-    def residence(self) -> Any:
-        return self.model.data.residence
+    def cache(self) -> Any:
+        return self.model.data.cache
 
     @property
     def state(self) -> TrainingState:
@@ -166,21 +166,21 @@ def save(method: str, folder: Path) -> tuple[int, list[float]]:
     run = Run(method)
     run.train(range(BEFORE))
     if method == "chunks on disk":
-        assert {chunk.states_home for chunk in run.residence.chunks} > {Home.DISK}
+        assert {chunk.states_home for chunk in run.cache.chunks} > {Home.DISK}
     num_gathers, peak = 0, [0.0, 0.0]
     is_chunked = "chunks" in method
     if is_chunked:
-        num_gathers = run.residence.num_gathers
-        run.residence.peak_bytes = present = run.residence.present_bytes
-        largest = max(chunk.num_bytes for chunk in run.residence.chunks)
+        num_gathers = run.cache.num_gathers
+        run.cache.peak_bytes = present = run.cache.present_bytes
+        largest = max(chunk.num_bytes for chunk in run.cache.chunks)
     for name in ALL if is_chunked else FEW:
         run.save(folder, name)
     if is_chunked:
-        num_gathers = run.residence.num_gathers - num_gathers
-        peak[0] = run.residence.peak_bytes - present
+        num_gathers = run.cache.num_gathers - num_gathers
+        peak[0] = run.cache.peak_bytes - present
     values = run.values()
     if is_chunked:
-        peak[1] = run.residence.peak_bytes / largest
+        peak[1] = run.cache.peak_bytes / largest
     run.train(range(BEFORE, BEFORE + AFTER))  # also while the one in the background is being written
     trained = run.values()
     if dist.get_rank() == 0:
@@ -357,9 +357,9 @@ def through_the_wrapper(folder: Path) -> tuple[list[str], dict[str, bool]]:
         save_model(raw, folder / "x")
     good["written for all"] = bool((model.state_dict()["blocks.0.scale"] == 3.0).all())
     good["saved"] = bool((torch.load(folder / "x")["blocks.0.scale"] == 3.0).all())
-    num_gathers = run.residence.num_gathers
+    num_gathers = run.cache.num_gathers
     report = model.load_state_dict({**expected, "more": torch.ones(1)}, strict=False)
-    good["nothing is gathered to load"] = run.residence.num_gathers == num_gathers
+    good["nothing is gathered to load"] = run.cache.num_gathers == num_gathers
     good["report"] = report.unexpected_keys == ["more"] and not report.missing_keys
     good["loaded"] = far(model.state_dict(), expected) == 0
     changed = {name: value + 1 for name, value in expected.items()}

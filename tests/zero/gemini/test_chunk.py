@@ -38,7 +38,7 @@ def test_moves(first: ChunkState, second: ChunkState) -> None:
         chunk.move(second, name="a.weight")
 
 
-EVENTS = ("hold", "use", "end", "some gradients", "all gradients", "free", "write")
+EVENTS = ("hold", "use", "end", "gradients", "free", "write")
 
 
 @given(st.lists(st.sampled_from(EVENTS), max_size=60))
@@ -54,9 +54,9 @@ def test_a_life(events: list[str]) -> None:
             case "use" if is_present:
                 chunk.begin_use("a.bias")
             case "end" if chunk.num_uses:
-                chunk.end_use()
-            case "some gradients" | "all gradients":
-                chunk.note_gradients(all_have_come=event.startswith("all"))
+                assert chunk.end_use() == was_written
+            case "gradients":
+                chunk.end_backward()
             case "free" if is_present and not chunk.num_uses:
                 chunk.free()
                 was_written = False

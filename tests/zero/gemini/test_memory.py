@@ -20,7 +20,7 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
 from colossalai.zero._placeholder import GradPlaceholder
-from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini._hooks import handle_of
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -166,15 +166,15 @@ def recurrent(folder: str) -> tuple[int, int, int, str]:
         booster = Booster(plugin=GeminiPlugin(precision="fp32", **sizes, **budget))
         net = Recurrent()
         model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters()))
-        residence = place_of(net.last.weight).residence
+        cache = handle_of(net.last.weight).cache
         try:
             for _ in range(2):
                 booster.backward(model(torch.ones(2, 2, 16)), optimizer)
                 optimizer.step()
-            found.append(residence.peak_bytes)
+            found.append(cache.peak_bytes)
         except ValueError as error:
             message = str(error)
-        taken = {place_of(param).chunk for param in net.lstm.parameters()}
+        taken = {handle_of(param).chunk for param in net.lstm.parameters()}
     gpc.destroy()
     assert len(found) == 2, message
     return sum(chunk.num_bytes for chunk in taken), found[0], found[1], message

@@ -176,7 +176,7 @@ class Run:
         made = assemble_with_optimizers(plan, net, make(net), mesh=gpc.mesh, device=CPU)
         self.model, self.optimizers = made
         self.raw = net
-        self.residence: Any = getattr(self.model.data, "residence", None)
+        self.cache: Any = getattr(self.model.data, "cache", None)
 
     def backward(self, step: int, optimizer: OptimizerWrapper, part: int = 0) -> None:
         drawn = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + part))
@@ -346,7 +346,7 @@ def memory_per_rank(kind: str) -> tuple[int, int, int, int, list[int]]:
     run = Run("chunks", partial(one, kind=kind))
     run.train(range(2))
     [optimizer] = run.optimizers
-    sections = [chunk.section for chunk in run.residence.chunks if chunk.layout.params[0].requires_grad]
+    sections = [chunk.section for chunk in run.cache.chunks if chunk.layout.params[0].requires_grad]
     addresses = {section.untyped_storage().data_ptr() for section in sections}
     held = [param for group in optimizer.optim.param_groups for param in group["params"]]
     copies = [param for param in held if param.untyped_storage().data_ptr() not in addresses]

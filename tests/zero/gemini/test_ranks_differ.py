@@ -223,10 +223,10 @@ def evaluates_more_often(backend: str) -> tuple[float, float, int]:
         step((inputs(),))
         train(twin, optimizer)
         with applied.gathered(), torch.no_grad():
-            gathers = applied.residence.num_gathers
+            gathers = applied.cache.num_gathers
             for order in ("abc", "cab", "b", "cc")[: 3 * dist.get_rank() + 1]:
                 far = max(far, (net(inputs(), order) - twin(inputs(), order)).abs().item())
-            gathers -= applied.residence.num_gathers
+            gathers -= applied.cache.num_gathers
     return far, apart(net, twin, applied), gathers
 
 

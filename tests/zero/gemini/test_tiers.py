@@ -20,8 +20,8 @@ from colossalai.logging import get_dist_logger
 from colossalai.runtime import Plan, assemble
 from colossalai.testing import check_parity
 from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini._tiers import TierMemory
-from colossalai.zero.gemini._uses import place_of
 from colossalai.zero.gemini.planning._policy import Home
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -125,14 +125,14 @@ def of_policies(build: Callable[[], nn.Module], folder: str, accumulation: int, 
             return subject
 
         losses = check_parity(case, apply)
-        residence = place_of(next(iter(models[0].parameters()))).residence
+        cache = handle_of(next(iter(models[0].parameters()))).cache
         found.append(
             (
                 losses,
-                [chunk.home.name for chunk in residence.chunks],
-                [chunk.states_home.name for chunk in residence.chunks],
-                residence.guide is not None and residence.guide.is_followed,
-                residence.num_gathers,
+                [chunk.home.name for chunk in cache.chunks],
+                [chunk.states_home.name for chunk in cache.chunks],
+                cache.guide is not None and cache.guide.is_followed,
+                cache.num_gathers,
             )
         )
     gpc.destroy()
@@ -216,7 +216,7 @@ def leave_the_trace(precision: Precision, folder: str) -> tuple[list[list[float]
         OnHost(sizes=sizes, **more) for more in ({}, {**disk, "host_budget": 12_000 // dist.get_world_size()})
     ]
     runs = [changing(method, precision, 7) for method in methods]
-    homes = [{chunk.states_home.name for chunk in data.residence.chunks} for _, data in runs]
+    homes = [{chunk.states_home.name for chunk in data.cache.chunks} for _, data in runs]
     gpc.destroy()
     return [losses for losses, _ in runs], homes
 
@@ -258,7 +258,7 @@ def with_batches(
     method = InChunks(sizes=ChunkSizes(600, 0, 1), **options)
     made = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, optimizer = assemble(Plan(data=method), net, made, mesh=gpc.mesh, device=CPU)
-    residence = model.data.residence
+    cache = model.data.cache
     losses, homes, peaks = [], [], []
     with patch.object(get_dist_logger(), "warning") as log:
         for step, size in enumerate(sizes):
@@ -269,10 +269,8 @@ def with_batches(
             optimizer.backward(loss)
             optimizer.step()
             losses.append(loss.item())
-            homes.append(
-                [home.name for chunk in residence.chunks for home in (chunk.home, chunk.states_home)]
-            )
-            peaks.append(max(residence.guide.trace.other_bytes) if residence.guide else 0)
+            homes.append([home.name for chunk in cache.chunks for home in (chunk.home, chunk.states_home)])
+            peaks.append(max(cache.guide.trace.other_bytes) if cache.guide else 0)
     return losses, homes, peaks, [call.args[0] for call in log.call_args_list]
 
 

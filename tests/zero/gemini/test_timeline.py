@@ -1,4 +1,4 @@
-"""The timeline of an iteration: its sums are what residence and tensors say, and stay within the budget."""
+"""The timeline of an iteration: its sums are what cache and tensors say, and stay within the budget."""
 
 from itertools import groupby
 from typing import Any
@@ -14,9 +14,9 @@ from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.zero.gemini import Iteration, Phase, record_timeline
+from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import Chunk
-from colossalai.zero.gemini._residence import Residence
-from colossalai.zero.gemini._uses import place_of
+from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini.planning import Home, OtherBytes
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -28,10 +28,10 @@ NUM_STEPS = 2
 class Watch:
     """Notes by itself what is present after each use, while it is on."""
 
-    def __init__(self, residence: Residence) -> None:
+    def __init__(self, cache: ChunkCache) -> None:
         self.seen: list[list[tuple[Any, ...]]] = [[]]
-        self._residence = residence
-        self._fetch = residence.fetch
+        self._cache = cache
+        self._fetch = cache.fetch
 
     def fetch(self, chunk: Chunk, needed: Any = ()) -> torch.Tensor:
         """Fetch, and note."""
@@ -43,9 +43,9 @@ class Watch:
 
     def _note(self, chunk: Chunk) -> None:
         phase = Phase.FORWARD if torch._C._current_graph_task_id() == -1 else Phase.BACKWARD
-        at_home = [its for its in self._residence.chunks if its.home is Home.COMPUTE]
+        at_home = [its for its in self._cache.chunks if its.home is Home.COMPUTE]
         sections = sum(its.section.untyped_storage().nbytes() for its in at_home)
-        gathered = sum(its.num_bytes for its in self._residence._by_storage.values())
+        gathered = sum(its.num_bytes for its in self._cache.gathered_at.values())
         self.seen[-1].append((phase, chunk.number, gathered, sections))
 
     def end(self) -> None:
@@ -62,8 +62,8 @@ def train(*, is_recorded: bool, **options: Any) -> Any:
     )
     made = HybridAdam(net.parameters(), lr=0.01)
     model, optimizer, *_ = booster.boost(net, made)
-    residence = place_of(next(net.parameters())).residence
-    watch = Watch(residence)
+    cache = handle_of(next(net.parameters())).cache
+    watch = Watch(cache)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
     losses: list[float] = []
 
@@ -79,12 +79,12 @@ def train(*, is_recorded: bool, **options: Any) -> Any:
 
     iterations = []
     if is_recorded:
-        residence.fetch = watch.fetch  # type: ignore[method-assign]
+        cache.fetch = watch.fetch  # type: ignore[method-assign]
         with record_timeline(model) as iterations:
             with pytest.raises(ValueError, match="is being recorded already"), record_timeline(net):
                 pass
             run()
-        assert residence.recorder is None
+        assert cache.recorder is None
     else:
         run()
     on_compute = 0

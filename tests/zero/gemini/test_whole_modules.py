@@ -110,7 +110,7 @@ def mechanics() -> dict[str, Any]:
     net = Routing("plain", "dict").double()
     twin = copy.deepcopy(net)
     applied = put(net, Mixture)
-    residence, seen = applied.residence, {}
+    cache, seen = applied.cache, {}
     x, y = batches(num_ranks, 1)[0]
     x, y = x[4 * rank : 4 * rank + 4].double(), y[4 * rank : 4 * rank + 4]
     step = trained(nn.Sequential(net), applied, partial(torch.optim.SGD, lr=0.1))
@@ -118,13 +118,13 @@ def mechanics() -> dict[str, Any]:
     net.register_forward_hook(lambda *args: loss(args[-1], y), with_kwargs=False)
     seen["is called"] = step((x,)).item() == loss(twin(x), y).item()
     mixture = set(net.layers[0].mixture.parameters())
-    largest = max(chunk.num_bytes for chunk in residence.chunks)
-    whole = sum(chunk.num_bytes for chunk in residence.chunks if mixture & set(chunk.layout.params))
-    seen["peak fits"] = largest * 2 < residence.peak_bytes <= whole + 2 * largest
+    largest = max(chunk.num_bytes for chunk in cache.chunks)
+    whole = sum(chunk.num_bytes for chunk in cache.chunks if mixture & set(chunk.layout.params))
+    seen["peak fits"] = largest * 2 < cache.peak_bytes <= whole + 2 * largest
     with torch.no_grad():
         net.eval()(x)
         net.train()
-    seen["order"] = [chunk.number for chunk in residence._present]  # in which they would be let go of
+    seen["order"] = [chunk.number for chunk in cache._present]  # in which they would be let go of
     point = x.clone().requires_grad_()
     (slope,) = torch.autograd.grad(net(point), point)
     seen["slope"] = bool(slope[:, :-1].any())
@@ -135,17 +135,17 @@ def mechanics() -> dict[str, Any]:
         with pytest.raises(KeyError) if choice == 3.0 else nullcontext():
             net(torch.cat([x[:, :-1], torch.full((4, 1), choice, dtype=x.dtype)], 1))
     handle.remove()
-    with residence.gathered():
+    with cache.gathered():
         double = copy.deepcopy(net)
-    before = residence.num_gathers
+    before = cache.num_gathers
     double(x)
-    seen["a copy gathers nothing"] = residence.num_gathers == before
-    seen["nothing is held"] = not any(chunk.num_uses for chunk in residence.chunks)
+    seen["a copy gathers nothing"] = cache.num_gathers == before
+    seen["nothing is held"] = not any(chunk.num_uses for chunk in cache.chunks)
     step((x,))
     net.layers[0].mixture.register_forward_hook(lambda *_: [1.0], prepend=True)
     with pytest.raises(RuntimeError, match=r"'layers.0.mixture', one of whole_modules, returned a list in"):
         net(x)
-    seen["num_gathers"] = residence.num_gathers
+    seen["num_gathers"] = cache.num_gathers
     gpc.destroy()
     return seen
 

@@ -1,4 +1,4 @@
-"""Plans of residence: what an iteration does, where chunks have their home, and who leaves for whom."""
+"""Plans of cache: what an iteration does, where chunks have their home, and who leaves for whom."""
 
 from colossalai.zero.gemini.planning._guide import Guide as Guide
 from colossalai.zero.gemini.planning._guide import OtherBytes as OtherBytes

@@ -1,4 +1,4 @@
-"""The guide of a residence: what the first iteration showed, and the plan that is followed from then on.
+"""The guide of a cache: what the first iteration showed, and the plan that is followed from then on.
 
 [Note: what is not model data]
 What a step takes beside chunks (activations, gradients under way, temporary results) is counted by storages,

@@ -1,8 +1,8 @@
-"""Residence: which chunks are present on this rank, who brings them in, and which ones have to go.
+"""The cache of gathered chunks: which of them this rank has, which are fetched, evicted and pinned.
 
-A chunk that is used is gathered, unless it is present; before that as many others are let go of as there has
-to be room for it: those that the guide's plan says, and where there is none the least recently used. All
-ranks use chunks in the same order, so that the gathers are the same collectives; see _positions.py.
+A chunk that is used is gathered, unless it is present; before that, other chunks are evicted until there is
+room for it: those of the guide's plan, and without a plan the least recently used. All ranks use chunks in
+the same order, so that the gathers are the same collectives; see _positions.py.
 """
 
 import weakref
@@ -14,22 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
-from colossalai.zero.gemini._uses import ChunkPlace, put_into_chunk, refuse_transformations
 from colossalai.zero.gemini.planning import Guide, Home, OtherBytes, Period, ResidencePlan, Trace
 
 if TYPE_CHECKING:
-    from colossalai.zero.gemini._timeline import ChunkContents, TimelineRecorder
+    from colossalai.zero.gemini._method import AppliedChunks
+    from colossalai.zero.gemini._timeline import TimelineRecorder
 
-_Handle = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # of a saved view: chunk, sizes, strides, offset
 
-
-class Residence:
+class ChunkCache:
     """The chunks of a model on this rank.
 
     Args:
@@ -39,15 +36,15 @@ class Residence:
     Attributes:
         chunks: All of them, in the order of initialization.
         most_bytes: As given.
-        guide: What knows the iteration; None: the least recently used chunks go.
-        present_bytes: Of all gathered memory that is alive now, whoever keeps it.
+        guide: The guide, which records and plans iterations; None: the least recently used chunks go.
+        recorder: The recorder of a timeline; None: none.
+        find_owner: Returns the applied data method; None if that has been freed.
+        present_bytes: Of all gathered memory that is alive now, including memory that others hold.
         peak_bytes: The most of it so far.
         num_gathers: How many chunks have been gathered so far.
-        recorder: What is told of this iteration; None: nobody asks.
-        contents: Returns what this rank has of each chunk; set by who knows it.
-        memory_budget: Bytes of the compute tier for all there is; None: no bound. Likewise.
-        open_views: For each whole module whose forward is under way, the values that its parameters have
-            there, as its backward knows them; the innermost last.
+        num_blocks: How many blocks of `gathered` are open.
+        gathered_at: The chunks, by the storage of gathered memory that is alive.
+        sections_at: The chunks, by the storage of their section.
     """
 
     def __init__(self, *, most_bytes: int, is_strict: bool = False) -> None:
@@ -55,30 +52,22 @@ class Residence:
         self.most_bytes = most_bytes
         self.guide: Guide | None = None
         self.recorder: TimelineRecorder | None = None
-        self.contents: Callable[[], list[ChunkContents]] = list
-        self.memory_budget: int | None = None
+        self.find_owner: Callable[[], AppliedChunks | None] = lambda: None
+        self.present_bytes = self.peak_bytes = self.num_gathers = self.num_blocks = 0
+        self.gathered_at: dict[int, Chunk] = {}
+        self.sections_at: dict[int, Chunk] = {}
         self._positions = GatherPositions([])
-        self.present_bytes = self.peak_bytes = self.num_gathers = 0
-        self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
         self._is_strict = is_strict
-        self._coming: dict[Chunk, tuple[torch.Tensor, Callable[[], object]]] = {}  # whose gather is under way
+        self._coming: dict[Chunk, tuple[torch.Tensor, Callable[[], object]]] = {}  # gathers in flight
         self._present: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first
-        self._by_storage: dict[int, Chunk] = {}  # of gathered memory that is alive
-        self._by_section: dict[int, Chunk] = {}  # of sections
-        self._by_placeholder: dict[int, ChunkPlace] = {}  # of what stands in the place of parameters' memory
-        self._depth = 0  # forwards that are under way
-        self._is_evaluating = False  # whether they are no part of an iteration
-        self._num_gathered = 0  # `gathered` blocks that are
+        self._is_evaluating = False  # whether this forward is not a part of an iteration
         self._num_writes: Counter[Chunk] = Counter()
-        self._has_hooks = False
-        self._hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
-    def add(self, chunk: Chunk, names: Mapping[nn.Parameter, str], home: Home, states_home: Home) -> None:
-        """Take a chunk, which has the values of its parameters: these let go of their memory.
+    def add(self, chunk: Chunk, home: Home, states_home: Home) -> None:
+        """Add the next chunk in the order of initialization.
 
         Args:
-            chunk: The next one in the order of initialization.
-            names: The names of parameters in the model.
+            chunk: The chunk.
             home: Where its section goes.
             states_home: Where its states will go.
 
@@ -86,10 +75,6 @@ class Residence:
             OSError: The disk has no room for it.
         """
         self.chunks.append(chunk)
-        for index, param in enumerate(chunk.layout.params):
-            place = ChunkPlace(self, chunk, index, names[param])
-            put_into_chunk(param, place)
-            self._by_placeholder[param.untyped_storage()._cdata] = place
         self._place(chunk, home, states_home)
 
     def start_gathers(self, *, patience: float = PATIENCE_S) -> None:
@@ -114,7 +99,7 @@ class Residence:
 
         def is_model_data(storage: int) -> bool:
             living = find()
-            return living is not None and (storage in living._by_storage or storage in living._by_section)
+            return living is not None and (storage in living.gathered_at or storage in living.sections_at)
 
         return OtherBytes(self.chunks[0].device, is_model_data)
 
@@ -124,74 +109,62 @@ class Residence:
         self.most_bytes = most_bytes
         self.guide.follow(plan)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Residence":
-        """Return it itself: a copy of a model has ordinary parameters, and hooks that lead here."""
-        return self
-
     # When a parameter is used.
 
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Begin a forward of the model, or of a module in it."""
-        self._depth += 1
-        if self._depth > 1:
-            return
-        refuse_transformations("a forward of a model in chunks")  # `leave` is called in any case
-        # Not in a recomputation: torch's checkpoint counts what is saved in it, by hooks of its own.
-        if not _is_in_backward():
-            self._hooks.__enter__()
-            self._has_hooks = True
-            self._is_evaluating = not torch.is_grad_enabled()
-            if not self._is_evaluating and self.guide is not None:
-                self.guide.begin_forward((args, kwargs))
-            if not self._is_evaluating and (counter := self._active_counter) is not None:
-                counter.start()
+    def begin_forward(self, inputs: Any, *, is_training: bool) -> None:
+        """Begin a forward of the model that is not a recomputation.
 
-    def leave(self, *_: Any) -> None:
-        """End what `enter` has begun."""
-        self._depth -= 1
-        if self._depth == 0 and self._has_hooks:
-            self._hooks.__exit__()
-            self._has_hooks = False
-            self._is_evaluating = False
-            if (counter := self._active_counter) is not None:
-                counter.pause()
+        Args:
+            inputs: A nest of tensors and other values.
+            is_training: Whether it is a part of an iteration.
+        """
+        self._is_evaluating = not is_training
+        if is_training and self.guide is not None:
+            self.guide.begin_forward(inputs)
+        if is_training and (counter := self._active_counter) is not None:
+            counter.start()
 
-    def is_use(self) -> bool:
-        """Return whether what happens now may use parameters: in a forward, a backward or `gathered`."""
-        return self._depth > 0 or self._num_gathered > 0 or _is_in_backward()
+    def end_forward(self) -> None:
+        """End what `begin_forward` has begun."""
+        self._is_evaluating = False
+        if (counter := self._active_counter) is not None:
+            counter.pause()
 
-    def begin_use(self, places: Sequence[ChunkPlace], func: Callable[..., Any]) -> None:
-        """Make sure that all values are present that a function is going to use.
+    def pin(self, needed: Mapping[Chunk, str], func: Callable[..., Any]) -> None:
+        """Fetch the chunks that a function takes, and keep them until `Chunk.end_use`; collective then.
+
+        Args:
+            needed: The chunks, each with the name of a parameter for which it is needed.
+            func: The function.
 
         Raises:
             ValueError: The chunks that `func` takes at once are larger than the budget.
         """
-        needed = {place.chunk: place.name for place in places}
         if self._is_strict:
             self._check_fits(needed, func)
         for chunk, name in needed.items():
             self.fetch(chunk, needed)
             chunk.begin_use(name)
 
-    def end_use(self, places: Sequence[ChunkPlace]) -> None:
-        """Let what a function has used be dropped again.
+    def take_write(self, chunk: Chunk, name: str) -> None:
+        """Copy a write into the whole of a chunk into its section; `gathered` does so at its end.
 
         Raises:
-            RuntimeError: The function has written into values that other ranks have their own copies of.
+            RuntimeError: `chunk` has copies on other ranks, which lack the write.
         """
-        for chunk, name in {place.chunk: place.name for place in places}.items():
-            chunk.end_use()
-            if self._num_gathered == 0 and chunk.take_write():
-                if chunk.is_apart and not chunk.is_cut:
-                    chunk.write_section()
-                if chunk.is_cut:
-                    self._free(chunk)
-                    raise RuntimeError(
-                        f"{name} was written in a forward or backward, where each rank has its own copy: "
-                        "write into it inside `with torch.no_grad(), model.gathered():` (an embedding with "
-                        "max_norm writes into its weight: leave max_norm out)"
-                    )
-                self._num_writes[chunk] += 1
+        if self.num_blocks > 0:
+            return
+        chunk.take_write()
+        if chunk.is_cut:
+            self._free(chunk)
+            raise RuntimeError(
+                f"{name} was written in a forward or backward, where each rank has its own copy: "
+                "write into it inside `with torch.no_grad(), model.gathered():` (an embedding with "
+                "max_norm writes into its weight: leave max_norm out)"
+            )
+        if chunk.is_apart:
+            chunk.write_section()
+        self._num_writes[chunk] += 1
 
     def fetch(self, chunk: Chunk, needed: Collection[Chunk] = ()) -> torch.Tensor:
         """Return all values of a chunk; collective over the ranks that share it, if it is not present.
@@ -201,10 +174,14 @@ class Residence:
             needed: Chunks that have to stay.
         """
         if chunk.whole is not None and chunk.num_uses > 0:
-            return chunk.whole  # it stays anyway, so how often it is used in the meantime leaves no trace
-        period = self._ask_guide(chunk, needed)
+            return chunk.whole  # pinned: further uses of it are not recorded
+        period = None
+        if self.num_blocks == 0 and not self._is_evaluating:  # in an iteration
+            period = None if self.guide is None else self._use_on_trace(self.guide, chunk, needed)
+            if self.recorder is not None:  # after the guide, whom a peak is for
+                self.recorder.use(chunk.number, is_backward=_is_in_backward(), is_planned=self._has_plan)
         if period is not None:
-            self._let_go(other for other in list(self._present) if other.number not in period.present)
+            self._evict(other for other in list(self._present) if other.number not in period.present)
         if chunk.whole is None:
             if period is None and chunk not in self._coming:
                 self._make_room(chunk.num_bytes, needed)
@@ -265,13 +242,6 @@ class Residence:
         for chunk in chunks:
             chunk.num_uses -= 1
 
-    def view_in_module(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return the values of a parameter in the whole module whose forward is under way, if one has it."""
-        for views in reversed(self.open_views):
-            if (view := views.get(param)) is not None:
-                return view
-        return None
-
     def note_updated(self, chunk: Chunk) -> None:
         """Note that all ranks have updated their sections: what was gathered is out of date."""
         self._renew(chunk)
@@ -285,13 +255,11 @@ class Residence:
         self._num_writes[chunk] += 1
         self._renew(chunk)
 
-    def note_gradients(self, chunk: Chunk, *, all_have_come: bool) -> None:
-        """Note that gradients of a chunk have come; with all of them this backward is through with it."""
-        if self.recorder is not None and self.guide is None and not chunk.is_apart:
-            self.recorder.use(chunk.number, is_backward=True, is_planned=False)  # nobody has fetched it
-        chunk.note_gradients(all_have_come=all_have_come)
-        is_held = self._num_gathered > 0 or chunk.num_uses > 0 or self._has_plan
-        if chunk.state is ChunkState.READY_FOR_REDUCE and chunk.is_apart and not is_held:
+    def end_backward_of(self, chunk: Chunk) -> None:
+        """Note that all gradients of a chunk have come, so that this backward needs it no more."""
+        chunk.end_backward()
+        is_held = self.num_blocks > 0 or chunk.num_uses > 0 or self._has_plan
+        if chunk.state is ChunkState.READY_FOR_REDUCE and not is_held and chunk.is_apart:
             self._free(chunk)
 
     @contextmanager
@@ -304,15 +272,15 @@ class Residence:
             chunks: Those to gather; default: all.
         """
         chosen = self.chunks if chunks is None else list(chunks)
-        self._num_gathered += 1
+        self.num_blocks += 1
         self.hold(chosen)
         try:
             yield
         finally:
-            self._num_gathered -= 1
+            self.num_blocks -= 1
             self.release(chosen)
             self._share_writes(chosen)
-            self._let_go(chosen)
+            self._evict(chosen)
 
     def share_writes(self) -> None:
         """Let all ranks have what one has written in the blocks that are under way; collective in these."""
@@ -321,9 +289,9 @@ class Residence:
     # Inside.
 
     def _place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
-        self._by_section.pop(chunk.section.untyped_storage()._cdata, None)
+        self.sections_at.pop(chunk.section.untyped_storage()._cdata, None)
         chunk.place(home, states_home)
-        self._by_section[chunk.section.untyped_storage()._cdata] = chunk
+        self.sections_at[chunk.section.untyped_storage()._cdata] = chunk
 
     def _gather(self, chunk: Chunk) -> torch.Tensor:
         """Return the values of all ranks' sections; collective."""
@@ -344,11 +312,11 @@ class Residence:
         whole = make() if (counter := self._active_counter) is None else counter.set_aside(make)
         storage = whole.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
-        self._by_storage[key] = chunk
+        self.gathered_at[key] = chunk
         self.present_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.present_bytes)
         # On the storage: one on the tensor would fire while a view of it still holds the memory.
-        weakref.finalize(storage, Residence._forget_storage, weakref.ref(self), key, size)
+        weakref.finalize(storage, ChunkCache._forget_storage, weakref.ref(self), key, size)
         return whole, self._start_gather_into(whole, chunk)
 
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
@@ -361,9 +329,10 @@ class Residence:
     def _renew(self, chunk: Chunk) -> None:
         """Let go of what is out of date, or gather it anew for the blocks that hold it; collective then."""
         if chunk in self._coming:
-            self._coming.pop(chunk)[1]()
-        self._positions.note_written(chunk)
-        if not chunk.is_apart or chunk.whole is None:
+            self._coming.pop(chunk)[1]()  # wait for a gather in flight, whose values are out of date
+        if chunk.is_cut:
+            self._positions.note_written(chunk)
+        if chunk.whole is None or not chunk.is_apart:
             return
         if chunk.num_uses == 0:
             self._free(chunk)
@@ -372,10 +341,10 @@ class Residence:
         chunk.take_write()
 
     @staticmethod
-    def _forget_storage(find: "weakref.ref[Residence]", key: int, size: int) -> None:
+    def _forget_storage(find: "weakref.ref[ChunkCache]", key: int, size: int) -> None:
         """Note that gathered memory has gone; weakly, since finalizers hold what they call."""
         if (living := find()) is not None:
-            del living._by_storage[key]
+            del living.gathered_at[key]
             living.present_bytes -= size
 
     def _make_room(self, num_bytes: int, needed: Collection[Chunk]) -> None:
@@ -388,7 +357,7 @@ class Residence:
                 held -= chunk.num_bytes
                 self._free(chunk)
 
-    def _let_go(self, chunks: Iterable[Chunk]) -> None:
+    def _evict(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             if chunk.is_apart and chunk.num_uses == 0 and chunk.whole is not None:
                 self._free(chunk)
@@ -400,7 +369,7 @@ class Residence:
             ValueError: The chunks of `needed` are larger than the budget.
         """
         size = sum(chunk.num_bytes for chunk in needed if chunk.is_apart)
-        if size > self.most_bytes and self._num_gathered == 0:
+        if size > self.most_bytes and self.num_blocks == 0:
             names, name = ", ".join(list(needed.values())[:4]), getattr(func, "__name__", func)
             raise ValueError(
                 f"{name} takes {names} at once, whose chunks are {size} bytes, and memory_budget leaves "
@@ -420,18 +389,9 @@ class Residence:
     def _has_plan(self) -> bool:
         return self.guide is not None and self.guide.is_followed
 
-    def _ask_guide(self, chunk: Chunk, needed: Collection[Chunk]) -> Period | None:
-        """Tell the guide of a use; return what it says, unless the use is no part of an iteration."""
-        if self._num_gathered > 0 or self._is_evaluating:
-            return None
-        period = None if self.guide is None else self._use_on_trace(self.guide, chunk, needed)
-        if self.recorder is not None:  # behind the guide, whom a peak is for
-            self.recorder.use(chunk.number, is_backward=_is_in_backward(), is_planned=self._has_plan)
-        return period
-
     def _use_on_trace(self, guide: Guide, chunk: Chunk, needed: Collection[Chunk]) -> Period | None:
         held = {other.number for other in self._present if other.num_uses > 0}
-        held |= {other.number for other in self._by_storage.values() if other.whole is None}
+        held |= {other.number for other in self.gathered_at.values() if other.whole is None}
         held -= {other.number for other in self._coming}
         return guide.use(chunk.number, held | {other.number for other in needed})
 
@@ -471,34 +431,6 @@ class Residence:
                     chunk.take_write()  # what came from the other rank is no write of this one
                 self._num_writes[chunk] += 1
 
-    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _Handle":
-        """Return where a saved tensor lies in its chunk, or itself; see [Note: what autograd saves]."""
-        if tensor.layout is not torch.strided:
-            return tensor
-        storage = tensor.untyped_storage()._cdata
-        place = self._by_placeholder.get(storage)
-        if place is not None:  # an `autograd.Function` saves its argument
-            layout, index = place.chunk.layout, place.index
-            return place.chunk, layout.shapes[index], layout.strides[index], layout.starts[index]
-        chunk = self._by_storage.get(storage)
-        if chunk is None and self.guide is not None:  # a section that is the whole moves between iterations
-            chunk = self._by_section.get(storage)
-        if chunk is None or chunk.whole is None or not _is_part_of(tensor, chunk.whole):
-            # What a node has saved of its own result would hold the node, which holds it, until a backward.
-            return tensor.detach() if tensor.grad_fn is not None else tensor
-        return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()
-
-    def _unpack(self, packed: "torch.Tensor | _Handle") -> torch.Tensor:
-        """Return a saved tensor, of a chunk that is gathered again if it has gone; collective then."""
-        if isinstance(packed, torch.Tensor):
-            return packed
-        chunk, size, stride, offset = packed
-        return torch.as_strided(self.fetch(chunk), size, stride, offset)
-
 
 def _is_in_backward() -> bool:
     return bool(torch._C._current_graph_task_id() != -1)
-
-
-def _is_part_of(tensor: torch.Tensor, whole: torch.Tensor) -> bool:
-    return bool(tensor.untyped_storage()._cdata == whole.untyped_storage()._cdata)

@@ -46,18 +46,18 @@ def train(checkpointing: str, accumulation: int) -> tuple[float, float, int, flo
         optimizer.step()
         optimizer.zero_grad()
         far = max(far, abs(loss.item() - losses[rank].item()))
-    residence = applied.residence
-    largest = max(chunk.num_bytes for chunk in residence.chunks)
-    peak = residence.peak_bytes / largest
-    held = [chunk for chunk in residence.chunks if chunk.is_cut and chunk.whole is not None]
+    cache = applied.cache
+    largest = max(chunk.num_bytes for chunk in cache.chunks)
+    peak = cache.peak_bytes / largest
+    held = [chunk for chunk in cache.chunks if chunk.is_cut and chunk.whole is not None]
     assert not any(chunk.layout.params[0].requires_grad for chunk in held), "they are out of date"
-    assert residence.present_bytes == sum(chunk.num_bytes for chunk in held)
-    with residence.gathered():
+    assert cache.present_bytes == sum(chunk.num_bytes for chunk in held)
+    with cache.gathered():
         apart = max(
             (a - b).abs().max().item() for a, b in zip(net.parameters(), twin.parameters(), strict=True)
         )
     gpc.destroy()
-    return far, apart, len(residence.chunks), peak
+    return far, apart, len(cache.chunks), peak
 
 
 @pytest.mark.parametrize("checkpointing", CHECKPOINTING)
@@ -156,7 +156,7 @@ def look_inside() -> tuple[dict[str, bool], bool, bool]:
     applied = put(net, CHUNK)
     param, plain = net.reused.weight, twin.reused.weight
     alike = {}
-    with applied.residence.gathered():
+    with applied.cache.gathered():
         for name, look in OUTSIDE.items():
             if name in ("zero_", "copy_", "fill by index", "normal_", "bool", "pickle", "save", "iteration"):
                 continue
@@ -169,11 +169,11 @@ def look_inside() -> tuple[dict[str, bool], bool, bool]:
         alike["state_dict"] = all(
             torch.equal(value, twin.state_dict()[name]) for name, value in net.state_dict().items()
         )
-    with torch.no_grad(), applied.residence.gathered():
+    with torch.no_grad(), applied.cache.gathered():
         if dist.get_rank() == dist.get_world_size() - 1:
             param.fill_(3.0)
         nn.init.ones_(net.frozen.weight)
-    with applied.residence.gathered():
+    with applied.cache.gathered():
         is_kept = bool(param.eq(3.0).all()) and bool(net.frozen.weight.eq(1.0).all())
         is_left = torch.equal(net.reused.bias, twin.reused.bias)
     gpc.destroy()
@@ -195,12 +195,16 @@ class Writer(nn.Module):
         super().__init__()
         self.kind = kind
         self.embedding = nn.Embedding(8, 4)
+        self.other = nn.Embedding(8, 4)  # in the next chunk
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """Return embeddings."""
         if self.kind == "clamp":
             with torch.no_grad():
                 self.embedding.weight.clamp_(-0.1, 0.1)
+        if self.kind == "copy":
+            with torch.no_grad():
+                self.embedding.weight.copy_(self.other.weight)
         if self.kind == "renorm":
             with torch.no_grad():
                 return nn.functional.embedding(ids, self.embedding.weight, max_norm=0.1)
@@ -211,7 +215,7 @@ class Writer(nn.Module):
         return self.embedding(ids)
 
 
-def write_in_a_forward(kind: str) -> tuple[str, bool]:
+def write_in_a_forward(kind: str) -> tuple[str, bool, bool]:
     colossalai.launch_from_torch({}, verbose=False)
     torch.manual_seed(0)
     net = Writer(kind).double()
@@ -223,17 +227,19 @@ def write_in_a_forward(kind: str) -> tuple[str, bool]:
         twin(ids)
     except RuntimeError as error:
         text = str(error)
-    with applied.residence.gathered():
+    is_pinned = any(chunk.num_uses for chunk in applied.cache.chunks)
+    with applied.cache.gathered():
         is_same = torch.equal(net.embedding.weight, twin.embedding.weight)
     gpc.destroy()
-    return text, is_same
+    return text, is_same, is_pinned
 
 
-@pytest.mark.parametrize("kind", ["renorm", "renorm with gradients", "clamp", "leaf"])
+@pytest.mark.parametrize("kind", ["copy", "renorm", "renorm with gradients", "clamp", "leaf"])
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_writes_in_a_forward_are_kept_or_refused(kind: str, num_ranks: int) -> None:
-    for text, is_same in run_ranks(write_in_a_forward, num_ranks, kind):
+    for text, is_same, is_pinned in run_ranks(write_in_a_forward, num_ranks, kind):
         assert is_same  # as in the twin, or as before
+        assert not is_pinned  # the other chunk of a function that has failed can be evicted
         if kind == "leaf":
             assert "a leaf Variable that requires grad is being used in an in-place operation" in text
         else:
@@ -280,7 +286,7 @@ def run_modules() -> tuple[list[bool], float]:
     with torch.no_grad():  # the fast paths
         alike.append(torch.allclose(net(x), twin(x), rtol=0, atol=1e-15))
         alike.append(torch.allclose(net.lstm(x)[0], twin.lstm(x)[0], rtol=0, atol=1e-15))  # a part by itself
-    peak = applied.residence.peak_bytes / max(chunk.num_bytes for chunk in applied.residence.chunks)
+    peak = applied.cache.peak_bytes / max(chunk.num_bytes for chunk in applied.cache.chunks)
     gpc.destroy()
     return alike, peak
 

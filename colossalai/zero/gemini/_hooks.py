@@ -1,0 +1,404 @@
+"""Hooks: where torch uses parameters whose values lie in chunks, and saves views of them for the backward.
+
+[Note: how a use is seen]
+A parameter of a model under Gemini becomes a `ChunkedParameter`: the same object, of another class, with one
+NaN in the place of its memory. Every function of torch that takes it calls `__torch_function__` of its class.
+Inside a module's forward, a backward or a recomputation the function gets a view of the gathered chunk
+instead, which to autograd is a view of the parameter (`_value`). So control flow, tied and reused weights,
+functional calls and checkpointing need no rules. Shape and type are returned without values; any other
+function raises an error with the parameter's name outside of a use.
+
+The class is changed in place (`__class__`), since others hold the parameter: optimizers, tied modules, lists
+such as that of `nn.LSTM`, hooks. A new object would leave them with the old one.
+
+[Note: what autograd saves]
+Views that autograd saves for the backward would keep their chunk's memory. `saved_tensors_hooks` recognize
+them by their storage, keep where in the chunk they are, and fetch the chunk again when the backward needs it.
+A tensor that other hooks have saved (torch's checkpoint has hooks of its own, inside these) keeps its memory,
+and counts as long as it does.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from colossalai.tensor import (
+    ASKING_NO_VALUES,
+    CHUNK_PLACE,
+    OF_AUTOGRAD,
+    FlatRange,
+    FlatValues,
+    cut_of,
+    follow_cut,
+    set_flat_values,
+    with_gradient_edges,
+)
+from colossalai.zero.gemini._cache import ChunkCache
+from colossalai.zero.gemini._chunk import Chunk
+
+_SavedView = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # chunk, sizes, strides, offset
+
+
+@dataclass(frozen=True, eq=False)
+class ParamHandle:
+    """All that a use of a parameter needs, put together once.
+
+    Attributes:
+        hooks: The hooks of its model.
+        chunk: The chunk with its values.
+        index: The number of the parameter in the chunk.
+        name: The name of the parameter in the model.
+        is_colo: Whether it is a ColoTensor that tensor parallelism shards.
+    """
+
+    hooks: "ModelHooks"
+    chunk: Chunk
+    index: int
+    name: str
+    is_colo: bool
+
+    @property
+    def cache(self) -> ChunkCache:
+        """The cache of its model."""
+        return self.hooks.cache
+
+    def view(self) -> torch.Tensor:
+        """Return the values, as a view of the chunk, which is present."""
+        assert self.chunk.whole is not None, f"the chunk of {self.name} is not present"
+        return self.chunk.layout.view(self.chunk.whole, self.index)
+
+    def held(self) -> FlatValues:
+        """Return the values in this rank's section.
+
+        Raises:
+            RuntimeError: The whole was written in a block of `gathered` that has not ended.
+        """
+        if self.chunk.is_apart and self.chunk.is_written:
+            raise RuntimeError(
+                f"{self.name}, or a parameter in its chunk, was written inside `with model.gathered():`, and "
+                "other ranks get what was written at the end: leave the block first, then save or load"
+            )
+        layout = self.chunk.layout
+        begin, end = layout.overlap(self.index, layout.axis.rank)
+        tensor = self.chunk.fragment(self.index)
+        shape = tuple(layout.params[self.index].shape)
+        part = FlatRange(shape, begin, end, tuple(tensor.shape), tensor.device)
+        return FlatValues(part, tensor, _Loaded(self.cache, self.chunk))
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """Notes that the sections of a chunk were overwritten; equal for all parameters in it."""
+
+    cache: ChunkCache
+    chunk: Chunk
+
+    def __call__(self) -> None:
+        self.cache.note_loaded(self.chunk)
+
+
+class ModelHooks:
+    """The hooks of a model in chunks: of its modules, of its parameters, and of what autograd saves.
+
+    Args:
+        cache: The chunks.
+
+    Attributes:
+        cache: As given.
+        open_views: For each whole module whose forward is running, the values of its parameters as its
+            backward sees them; the innermost last.
+    """
+
+    def __init__(self, cache: ChunkCache) -> None:
+        self.cache = cache
+        self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
+        self._by_placeholder: dict[int, ParamHandle] = {}  # by the storage of what parameters have for memory
+        self._depth = 0  # of forwards, one in the other
+        self._has_saved_hooks = False
+        self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelHooks":
+        """Return it itself: a copy of a model has ordinary parameters, and hooks that lead here."""
+        return self
+
+    def add(self, chunk: Chunk, names: Mapping[nn.Parameter, str]) -> None:
+        """Put the parameters of a chunk into it, which has their values; their own memory is freed.
+
+        Args:
+            chunk: The chunk.
+            names: The names of parameters in the model.
+        """
+        for index, param in enumerate(chunk.layout.params):
+            handle = ParamHandle(self, chunk, index, names[param], is_colo=cut_of(param) is not None)
+            _put_into_chunk(param, handle)
+            self._by_placeholder[param.untyped_storage()._cdata] = handle
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Begin a forward of the model, or of a module in it."""
+        self._depth += 1
+        if self._depth > 1:
+            return
+        refuse_transformations("a forward of a model in chunks")  # `leave` is called in any case
+        # Not in a recomputation: torch's checkpoint counts what is saved in it, by hooks of its own.
+        if not _is_in_backward():
+            self._saved_hooks.__enter__()
+            self._has_saved_hooks = True
+            self.cache.begin_forward((args, kwargs), is_training=torch.is_grad_enabled())
+
+    def leave(self, *_: Any) -> None:
+        """End what `enter` has begun."""
+        self._depth -= 1
+        if self._depth == 0 and self._has_saved_hooks:
+            self._saved_hooks.__exit__()
+            self._has_saved_hooks = False
+            self.cache.end_forward()
+
+    def is_use(self) -> bool:
+        """Return whether functions get values now: in a forward, a backward or `gathered`."""
+        return self._depth > 0 or self.cache.num_blocks > 0 or _is_in_backward()
+
+    def view_in_module(self, param: nn.Parameter) -> torch.Tensor | None:
+        """Return the values of a parameter in the innermost whole module that has it and is running."""
+        for views in reversed(self.open_views):
+            if (view := views.get(param)) is not None:
+                return view
+        return None
+
+    def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedView":
+        """Return where a saved tensor is in its chunk, or itself; see [Note: what autograd saves]."""
+        if tensor.layout is not torch.strided:
+            return tensor
+        storage = tensor.untyped_storage()._cdata
+        handle = self._by_placeholder.get(storage)
+        if handle is not None:  # an `autograd.Function` saves its argument
+            layout, index = handle.chunk.layout, handle.index
+            return handle.chunk, layout.shapes[index], layout.strides[index], layout.starts[index]
+        cache = self.cache
+        chunk = cache.gathered_at.get(storage)
+        if chunk is None and cache.guide is not None:  # a section that is the whole moves between iterations
+            chunk = cache.sections_at.get(storage)
+        if chunk is None or chunk.whole is None or chunk.whole.untyped_storage()._cdata != storage:
+            # A node that saves its own result would keep itself alive until a backward.
+            return tensor.detach() if tensor.grad_fn is not None else tensor
+        return chunk, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: "torch.Tensor | _SavedView") -> torch.Tensor:
+        """Return a saved tensor, of a chunk that is gathered again if it was freed; collective then."""
+        if isinstance(packed, torch.Tensor):
+            return packed
+        chunk, size, stride, offset = packed
+        return torch.as_strided(self.cache.fetch(chunk), size, stride, offset)
+
+
+class ChunkedParameter(nn.Parameter):
+    """A parameter whose values lie in a chunk; see [Note: how a use is seen]."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Answer, refuse, or call a function of torch that gets parameters of this class."""
+        kwargs = kwargs or {}
+        if func in _WITHOUT_VALUES and not _has_values_from(args, kwargs):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if func in OF_AUTOGRAD:
+            args, kwargs = with_gradient_edges(func, args, kwargs)
+            return func(*args, **kwargs)
+        params = list(_params_among(args, kwargs.values()))
+        needed: dict[ChunkCache, dict[Chunk, str]] = {}
+        for handle in map(handle_of, params):
+            needed.setdefault(handle.hooks.cache, {})[handle.chunk] = handle.name
+        _refuse_wrong_uses(func, args, handle_of(params[0]))
+        for cache, chunks in needed.items():
+            cache.pin(chunks, func)  # collective, if a chunk is not present
+        try:
+            with torch._C.DisableTorchFunctionSubclass():  # attributes of parameters are not uses
+                versions = [param._version for param in params]
+                args = tuple(map(_value, args))
+                kwargs = {name: _value(value) for name, value in kwargs.items()}
+            result = func(*args, **kwargs)
+            with torch._C.DisableTorchFunctionSubclass():
+                if versions != [param._version for param in params]:
+                    _note_writes(params, versions)
+            return result
+        finally:
+            uses = [(cache, *each) for cache, chunks in needed.items() for each in chunks.items()]
+            for cache, chunk, name in [use for use in uses if use[1].end_use()]:
+                cache.take_write(chunk, name)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Describe it; its values are shown inside of `gathered()`."""
+        handle = handle_of(self)
+        if handle.hooks.is_use():
+            return str(super().__repr__())
+        return f"ChunkedParameter({handle.name}, shape={tuple(self.shape)}, dtype={self.dtype}, in a chunk)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Return an ordinary parameter of the same values."""
+        copy = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copy
+        return copy
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle it as an ordinary parameter of the same values."""
+        reduced: Any = nn.Parameter(self.detach().clone(), self.requires_grad).__reduce_ex__(protocol)
+        return reduced
+
+
+def handle_of(param: torch.Tensor) -> ParamHandle:
+    """Return the handle of a parameter in a chunk."""
+    handle: ParamHandle = getattr(param, CHUNK_PLACE)
+    return handle
+
+
+def is_chunked(param: object) -> bool:
+    """Return whether the values of a parameter lie in a chunk."""
+    return type(param) is ChunkedParameter
+
+
+def _put_into_chunk(param: nn.Parameter, handle: ParamHandle) -> None:
+    """Change a parameter into one whose values lie in a chunk, which has them already; free its memory."""
+    nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
+    param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
+    setattr(param, CHUNK_PLACE, handle)
+    set_flat_values(param, handle.held)
+    param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
+
+
+def refuse_modules(model: nn.Module) -> None:
+    """Refuse modules whose uses of parameters cannot be seen, or change them.
+
+    Raises:
+        ValueError: A module of `model` is compiled, gives sparse gradients, or writes into its weight.
+    """
+    for name, part in model.named_modules():
+        if part._compiled_call_impl is not None:
+            raise ValueError(
+                f"{name or 'the model'} was compiled by module.compile(), and a compiled forward does not "
+                "let uses of parameters be seen as they come: leave it out"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.sparse:
+            raise ValueError(
+                f"{name} gives sparse gradients, and chunks take dense ones: build it with sparse=False"
+            )
+        if isinstance(part, nn.Embedding | nn.EmbeddingBag) and part.max_norm is not None:
+            raise ValueError(
+                f"{name} has max_norm={part.max_norm}: it writes into its weight in every forward, each "
+                "rank into other rows; build it with max_norm=None"
+            )
+
+
+def refuse_transformations(what: str) -> None:
+    """Raise inside a transformation of torch.
+
+    Raises:
+        RuntimeError: `what` happens under one of `torch.func`, or in `torch.jit.trace`.
+    """
+    if _is_transformed():
+        raise RuntimeError(
+            f"{what} under torch.func, vmap or torch.jit.trace: these do not run the model as it is; use "
+            "them inside `with model.gathered():` on a copy of the model (copy.deepcopy)"
+        )
+
+
+def _is_transformed() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+
+
+def _value(nest: Any) -> Any:
+    """Return an argument of a function with views in the places of parameters."""
+    kind = type(nest)
+    if kind is ChunkedParameter:
+        handle = handle_of(nest)
+        if not (nest.requires_grad and torch.is_grad_enabled()):
+            use = handle.view()
+        elif handle.hooks.open_views and (view := handle.hooks.view_in_module(nest)) is not None:
+            return view
+        else:
+            # To autograd a view of the parameter, so that its gradient is the parameter's; but of other
+            # memory. An `autograd.Function` does the same in 10 us more, forward and backward.
+            use, values = nest.view_as(nest), handle.chunk.views.get(handle.index)
+            use.data = handle.chunk.make_view(handle.index) if values is None else values
+        return follow_cut(use, nest) if handle.is_colo else use
+    if kind is list or kind is tuple:
+        return kind(map(_value, nest))
+    if kind is dict:
+        return {key: _value(value) for key, value in nest.items()}
+    return nest
+
+
+def _note_writes(params: Iterable[ChunkedParameter], versions: Iterable[int]) -> None:
+    """Count writes into views, which autograd counts for their parameters, as writes into the chunks."""
+    for param, version in zip(params, versions, strict=True):
+        if param._version != version:
+            torch.autograd.graph.increment_version(handle_of(param).view())
+
+
+def _params_among(*nests: Iterable[Any]) -> Iterator[ChunkedParameter]:
+    for nest in nests:
+        for value in nest:
+            kind = type(value)  # `isinstance` asks the metaclass of `Parameter`, at several times the cost
+            if kind is ChunkedParameter:
+                yield value
+            elif kind is list or kind is tuple:
+                yield from _params_among(value)
+            elif kind is dict:
+                yield from _params_among(value.values())
+
+
+def _has_values_from(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a function that needs no values of its first argument gets other parameters as data."""
+    if len(args) < 2 and not kwargs:
+        return False
+    return next(_params_among(args[1:], kwargs.values()), None) is not None
+
+
+def _is_in_backward() -> bool:
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], handle: ParamHandle) -> None:
+    """Raise where a function gets no values, or where its writes would be lost.
+
+    Raises:
+        RuntimeError: `func` is called outside of a use, sets the memory of a parameter, writes into a leaf of
+            the graph, or is called by a transformation of torch.
+    """
+    name = getattr(func, "__name__", None) or str(func)
+    if func is _SET_DATA:
+        raise RuntimeError(
+            f"the data of {handle.name} cannot be set, as its values lie in a chunk: write "
+            "param.copy_(values) inside `with torch.no_grad(), model.gathered():`"
+        )
+    if not handle.hooks.is_use():
+        raise RuntimeError(
+            f"{name} of {handle.name}: its values lie in a chunk that is cut over the ranks, and are there "
+            "in a forward or a backward only; put it inside `with model.gathered():`, which all ranks enter"
+        )
+    if _is_transformed():
+        refuse_transformations(f"{name} of {handle.name}")
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    first = args[0] if args else None
+    if (
+        is_in_place
+        and isinstance(first, ChunkedParameter)
+        and first.requires_grad
+        and torch.is_grad_enabled()
+    ):
+        raise RuntimeError(
+            f"{name} of {handle.name}: a leaf Variable that requires grad is being used in an in-place "
+            "operation; write into it under torch.no_grad()"
+        )
+
+
+_SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+_WITHOUT_VALUES = ASKING_NO_VALUES | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
+"""Functions that get their first argument as it is."""
