@@ -13,8 +13,8 @@ import torch
 
 from colossalai.monitor import difference
 
-_AGREED = struct.Struct("<QQQBBBBi")  # what all ranks must say alike
-_OWN = struct.Struct("<IQ?Q")  # what each says of itself
+_AGREED = struct.Struct("<QQQBBBBi")  # the same on all ranks
+_OWN = struct.Struct("<IQ?Q")  # `OwnFields`
 AGREED_SIZE = _AGREED.size
 
 # The places in these lists are what is written: they only grow at the end.
@@ -60,6 +60,31 @@ _OPERATION_PLACES = {name: place for place, name in enumerate(OPERATIONS)}
 _REDUCTION_PLACES = {name: place for place, name in enumerate(REDUCTIONS)}
 
 
+class OwnFields(NamedTuple):
+    """The part of a header in which ranks may differ.
+
+    Attributes:
+        room: Bytes that the rank has reserved of each half of its slot.
+        extent: Bytes of its largest message in an all-to-all.
+        is_even: Whether its other messages are as large.
+        place: Offset of the call's operand in the arena of the rank; 0: it is in the slot.
+    """
+
+    room: int
+    extent: int = 0
+    is_even: bool = False
+    place: int = 0
+
+    def packed(self) -> bytes:
+        """Return them as the end of a header."""
+        return _OWN.pack(*self)
+
+    @classmethod
+    def of(cls, header: bytes) -> "OwnFields":
+        """Return those of a header."""
+        return cls(*_OWN.unpack_from(header, AGREED_SIZE))
+
+
 class Call(NamedTuple):
     """One collective of a group as one rank makes it.
 
@@ -103,67 +128,44 @@ class Call(NamedTuple):
     def packed(self) -> bytes:
         """Return it as the bytes of a header."""
         dtype = _OTHER_DTYPE if self.dtype is None else _DTYPE_PLACES.get(self.dtype, _OTHER_DTYPE)
-        return _AGREED.pack(
-            self.number,
-            self.num_elements,
-            self.stamp,
-            _OPERATION_PLACES[self.operation],
-            _REDUCTION_PLACES[self.reduction],
-            dtype,
-            self.is_growing,
-            self.root,
-        ) + own_words(self.room)
+        return (
+            _AGREED.pack(
+                self.number,
+                self.num_elements,
+                self.stamp,
+                _OPERATION_PLACES[self.operation],
+                _REDUCTION_PLACES[self.reduction],
+                dtype,
+                self.is_growing,
+                self.root,
+            )
+            + OwnFields(self.room).packed()
+        )
 
     def described(self, where: str) -> str:
         """Name it: "all_reduce #118 of group 'tp'"."""
         return f"{self.operation} #{self.number} {where}"
 
 
-def own_words(room: int, *, extent: int = 0, is_even: bool = False, place: int = 0) -> bytes:
-    """Return what a rank says of itself in its header, behind what all must say alike.
-
-    Args:
-        room: Bytes that it has reserved of each half of its slot.
-        extent: Of an all-to-all, the bytes of its largest message.
-        is_even: Whether its others are as large.
-        place: Where in its arena the call's operand lies; 0: it is in the slot.
-    """
-    return _OWN.pack(room, extent, is_even, place)
-
-
-class OwnWords(NamedTuple):
-    """What a rank says of itself in its header; see `own_words`."""
-
-    room: int
-    extent: int
-    is_even: bool
-    place: int
-
-
-def read_own_words(header: bytes) -> OwnWords:
-    """Return what a rank says of itself in its header."""
-    return OwnWords(*_OWN.unpack_from(header, AGREED_SIZE))
-
-
 def disagreement(
     where: str, headers: Mapping[int, bytes], words_of: Callable[[int], str] = lambda rank: ""
 ) -> str:
-    """Say in what ranks do not agree.
+    """Return the properties in which the calls of ranks differ.
 
     Args:
-        where: Names the group.
-        headers: Of the ranks that are known to have come, by global rank.
-        words_of: What does the stamp of a rank mean, or that of its last call with one?
+        where: The name of the group.
+        headers: By global rank, of those that are known to have come.
+        words_of: Returns the meaning of a rank's stamp, or of its last one.
     """
-    told = {rank: _read(header) for rank, header in headers.items()}
-    numbers = {said.pop("number") for said in told.values()}
-    stamps = {rank: said.pop("stamp") for rank, said in told.items()}
-    line = difference(f"#{min(numbers)} {where}", told).partition("\n")[0]
+    calls = {rank: _properties(header) for rank, header in headers.items()}
+    numbers = {properties.pop("number") for properties in calls.values()}
+    stamps = {rank: properties.pop("stamp") for rank, properties in calls.items()}
+    line = difference(f"#{min(numbers)} {where}", calls).partition("\n")[0]
     if not line and len(numbers) > 1:
         line = f"ranks are not at the same collective {where}: #{min(numbers)} and #{max(numbers)}"
     if len(set(stamps.values())) == 1:
         return line
-    line = line or f"ranks do not agree on {next(iter(told.values()))['op']} #{min(numbers)} {where}"
+    line = line or f"ranks do not agree on {next(iter(calls.values()))['op']} #{min(numbers)} {where}"
     meanings = {rank: words_of(rank).partition("\n") for rank in stamps}
     advice = next(filter(None, (meaning[2] for meaning in meanings.values())), "")
     places = "; ".join(
@@ -174,7 +176,7 @@ def disagreement(
     return f"{line}: {places}{f'. {advice}' if advice else ''}"
 
 
-def _read(header: bytes) -> dict[str, Any]:
+def _properties(header: bytes) -> dict[str, Any]:
     number, num_elements, stamp, operation, reduction, dtype, _, root = _AGREED.unpack_from(header)
     return {
         "number": number,

@@ -18,10 +18,8 @@ import torch
 from colossalai.communication.shared_memory._calls import (
     AGREED_SIZE,
     Call,
-    OwnWords,
+    OwnFields,
     disagreement,
-    own_words,
-    read_own_words,
 )
 from colossalai.communication.shared_memory._counters import SLICE_S, Counters, is_behind
 from colossalai.communication.shared_memory._layout import (
@@ -151,9 +149,7 @@ class Slots:
         """
         self._part += 1
         if extent or is_even:
-            self._header = self._header[:AGREED_SIZE] + own_words(
-                self._call.room, extent=extent, is_even=is_even
-            )
+            self._set_own_fields(OwnFields(self._call.room, extent, is_even))
         self._patience.begin()
         self._wait(self.others, self._value(DONE) - 2 * _PHASES, self._patience.look)
         if self._part - 2 in self._unchecked:
@@ -185,8 +181,8 @@ class Slots:
 
     def extent(self, rank: int) -> tuple[int, bool]:
         """Return the largest message of a rank, and whether its others are as large, from its header."""
-        said = self._said(rank)
-        return said.extent, said.is_even
+        own = self._own_fields(rank)
+        return own.extent, own.is_even
 
     # Operands that are not copied; see [Note: who writes while others read] in _segment.py.
 
@@ -204,14 +200,14 @@ class Slots:
             return False
         place = self._own.place(address, num_bytes)
         if place:
-            self._header = self._header[:AGREED_SIZE] + own_words(self._call.room, place=place)
+            self._set_own_fields(OwnFields(self._call.room, place=place))
         return place > 0
 
     def look_for_loans(self) -> None:
         """See which ranks lend their operands in this part; after `wait(WRITTEN)` for all."""
         if self._arenas:
             for rank in self.others:
-                self._places[rank] = self._said(rank).place
+                self._places[rank] = self._own_fields(rank).place
 
     def end_loan(self) -> None:
         """Wait until nobody reads the operand any more; after the last part of a call that lends it."""
@@ -303,8 +299,11 @@ class Slots:
 
     # Inside.
 
-    def _said(self, rank: int) -> OwnWords:
-        return read_own_words(self._segment.read(self._layout.header(rank, self._part), HEADER))
+    def _set_own_fields(self, own: OwnFields) -> None:
+        self._header = self._header[:AGREED_SIZE] + own.packed()
+
+    def _own_fields(self, rank: int) -> OwnFields:
+        return OwnFields.of(self._segment.read(self._layout.header(rank, self._part), HEADER))
 
     def _grow(self, wanted: int) -> None:
         """Agree on larger slots: each rank reserves what it can, and all take what the least one has."""
@@ -319,7 +318,7 @@ class Slots:
         self.begin()
         self.publish(WRITTEN)
         self.wait(WRITTEN)
-        least = min(self._said(rank).room for rank in range(self.num_ranks))
+        least = min(self._own_fields(rank).room for rank in range(self.num_ranks))
         if least <= self.room:
             self._most = self.room  # some rank has no memory for more; all have seen the same
         self.room = max(self.room, least)
