@@ -30,6 +30,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from colossalai.cluster._ports import GLOO, LOOPBACK
+from colossalai.monitor import kernel_and_namespace
 
 _TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 2048
@@ -90,10 +91,8 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 def network_of_this_process() -> str:
     """Return what is the same for processes that share a loopback, and for no others."""
-    with suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.readlink('/proc/self/ns/net')}"
-    return f"process {os.getpid()} of {platform.node()}"
+    kernel, namespace = kernel_and_namespace("net")
+    return f"{kernel} {namespace}" if namespace else f"process {os.getpid()} of {platform.node()}"
 
 
 def keep_gloo_here(networks: Collection[bytes]) -> bool:

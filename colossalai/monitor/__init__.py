@@ -27,6 +27,7 @@ from colossalai.monitor._flight_recorder import records as records
 from colossalai.monitor._options import ACTIONS as ACTIONS
 from colossalai.monitor._options import watchdog_options as watchdog_options
 from colossalai.monitor._peer_processes import PeerProcess as PeerProcess
+from colossalai.monitor._peer_processes import kernel_and_namespace as kernel_and_namespace
 from colossalai.monitor._sections import current_meeting as current_meeting
 from colossalai.monitor._sections import current_module as current_module
 from colossalai.monitor._sections import expected_wait as expected_wait

@@ -140,8 +140,17 @@ def unregister_this_process(process: RankProcess) -> None:
 
 def _place() -> str:
     """Return what is the same for all processes with one table of processes."""
-    parts = [socket.gethostname()]
+    return "/".join([socket.gethostname(), *filter(None, kernel_and_namespace("pid"))])
+
+
+def kernel_and_namespace(kind: str) -> tuple[str, str]:
+    """Return the boot of the kernel under this process and its namespace; empty where they are not known.
+
+    Args:
+        kind: "pid" for the table of processes, "net" for the network.
+    """
+    kernel = namespace = ""
     with contextlib.suppress(OSError):
-        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
-        parts.append(os.readlink("/proc/self/ns/pid"))
-    return "/".join(parts)
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        namespace = os.readlink(f"/proc/self/ns/{kind}")
+    return kernel, namespace

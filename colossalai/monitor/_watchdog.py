@@ -184,15 +184,14 @@ class Watchdog:
         return next((line for _, line in disagreements(found, self._axis_of)), "")
 
     def _troubles(self) -> list[str]:
-        lines = []
-        for rank, process in self._processes().items():
-            if rank == self._rank:
-                continue
-            left = self._store.text(f"left/{rank}")
-            trouble = process.trouble() if process.place == self._process.place else None
-            if left or trouble:
-                lines.append(f"rank {rank} {process.name} {left or trouble}")
-        return lines
+        processes = self._processes()
+        gone = self._gone(processes)
+        found = {
+            rank: self._store.text(f"left/{rank}") or gone.get(rank, "")
+            for rank in processes
+            if rank != self._rank
+        }
+        return [f"rank {rank} {processes[rank].name} {how}" for rank, how in found.items() if how]
 
     def _run(self) -> None:
         pause = _FIRST_LOOK_S
@@ -215,7 +214,7 @@ class Watchdog:
             self._store.set(f"notice/{self._notices}", str(self._rank))
         if not self._known and self._store.check(*self._process_keys()):
             self._known = self._processes()
-            for rank, process in self._neighbors().items():
+            for rank, process in self._neighbors(self._known).items():
                 self._of_neighbors.open(rank, pid=process.pid, descriptor=process.signature_file)
         if self._store.check(f"alarm/{self._alarms}"):
             self._answer(overdue)
@@ -263,7 +262,7 @@ class Watchdog:
 
     def _say(self, number: str, overdue: str, *, deadline: float) -> None:
         """Say what this rank is doing, and conclude from what all say, if that is for this rank to do."""
-        report = self._describe(overdue, self._neighbors())
+        report = self._describe(overdue, self._gone(self._processes()))
         self._store.set(f"report/{number}/{self._rank}", report.to_json())
         if self._rank == 0:
             concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
@@ -272,8 +271,7 @@ class Watchdog:
         if concludes:
             self._conclude_if_lowest(number, deadline=deadline)
 
-    def _describe(self, overdue: str, neighbors: dict[int, RankProcess]) -> RankReport:
-        gone = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
+    def _describe(self, overdue: str, gone: dict[int, str]) -> RankReport:
         seen = {rank: items for rank, items in self._of_neighbors.read().items() if rank in gone}
         return report_of_this_rank(
             rank=self._rank,
@@ -322,9 +320,16 @@ class Watchdog:
         if self._store.add(f"told/{number}", 1) > 1:
             return  # another rank was quicker: its diagnosis is the one that all end by
         if is_notice and stuck is None:
-            self._tell_notice(diagnosis, reports)
+            write_notice(
+                diagnosis,
+                reports,
+                self._told,
+                notice=self._options.notice,
+                timeout=self._options.timeout,
+                ends=self._options.action == "end",
+            )
         else:
-            self._tell(diagnosis, reports, stacks)
+            self._write_report(diagnosis, reports, stacks)
         told = {
             "lines": diagnosis.lines,
             "blamed": diagnosis.blamed,
@@ -375,22 +380,14 @@ class Watchdog:
     def _help_silent(self, number: str) -> None:
         """Have neighbors that do not answer write their stacks, if nobody has yet."""
         silent = json.loads(self._store.text(f"silent/{number}") or "[]")
-        for rank, process in self._neighbors().items() if silent else ():
+        for rank, process in self._neighbors(self._processes()).items() if silent else ():
             key = f"stacks/{number}/{rank}"
             if rank in silent and not process.trouble() and self._store.add(f"{key}/taken", 1) == 1:
                 self._store.set(key, process.stacks_from_outside())
 
-    def _tell_notice(self, diagnosis: Diagnosis, reports: dict[int, RankReport]) -> None:
-        write_notice(
-            diagnosis,
-            reports,
-            self._told,
-            notice=self._options.notice,
-            timeout=self._options.timeout,
-            ends=self._options.action == "end",
-        )
-
-    def _tell(self, diagnosis: Diagnosis, reports: dict[int, RankReport], stacks: dict[int, str]) -> None:
+    def _write_report(
+        self, diagnosis: Diagnosis, reports: dict[int, RankReport], stacks: dict[int, str]
+    ) -> None:
         write_report(
             diagnosis,
             reports,
@@ -438,9 +435,9 @@ class Watchdog:
         if not overdue or self._stop.is_set():
             return
         absent, lines = self._without_store(error)
-        reports = {self._rank: self._describe(overdue, self._neighbors_in(self._known))}
+        reports = {self._rank: self._describe(overdue, self._gone(self._known))}
         diagnosis = Diagnosis(lines=(*lines, *diagnose(reports, absent, self._axis_of).lines))
-        self._tell(diagnosis, reports, {})
+        self._write_report(diagnosis, reports, {})
         if self._options.action == "end":
             self._speak(diagnosis.lines)
             os._exit(1)
@@ -454,9 +451,8 @@ class Watchdog:
         """
         # See [Note: what may fail while a job hangs].
         reason = str(error).strip().splitlines()[0]
-        neighbors = self._neighbors_in(self._known)
-        troubles = {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
-        absent = {rank: f"{self._known[rank].name} {how}" for rank, how in troubles.items()}
+        gone = self._gone(self._known)
+        absent = {rank: f"{self._known[rank].name} {how}" for rank, how in gone.items()}
         if self._store.launcher:
             return absent, [
                 f"the store does not answer any more: the launcher at {self._store.launcher}, which serves "
@@ -482,11 +478,13 @@ class Watchdog:
         texts = dict(enumerate(map(self._store.text, self._process_keys())))
         return {rank: RankProcess.from_json(text) for rank, text in texts.items() if text}
 
-    def _neighbors(self) -> dict[int, RankProcess]:
-        """Return the other ranks of this machine."""
-        return self._neighbors_in(self._processes())
+    def _gone(self, processes: dict[int, RankProcess]) -> dict[int, str]:
+        """Return the ranks of this machine whose processes have ended or are stopped, and how."""
+        neighbors = self._neighbors(processes)
+        return {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
 
-    def _neighbors_in(self, processes: dict[int, RankProcess]) -> dict[int, RankProcess]:
+    def _neighbors(self, processes: dict[int, RankProcess]) -> dict[int, RankProcess]:
+        """Return the other ranks of this machine."""
         here = self._process.place
         return {
             rank: process

@@ -8,10 +8,9 @@ an island: the lowest one makes a segment, the others open it, see [Note: who sh
 import json
 import os
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,6 +24,7 @@ from colossalai.communication.shared_memory._segment import (
     create_segment,
     open_segment,
 )
+from colossalai.monitor import kernel_and_namespace
 
 MOST_RANKS = 128  # on one machine; more would not fit into the first parts of the slots
 
@@ -81,9 +81,9 @@ def meet(
     Raises:
         DistStoreError: A rank does not come within `timeout`.
     """
-    table = _Table(store, rank, num_ranks, timeout)
+    exchange = partial(_exchange, store, rank, num_ranks, timeout)
     arena = arenas.own(arena_size) if num_ranks > 1 else None
-    told = table.exchange("place", _place() | {"arena": arena and arena.offer()})
+    told = exchange("place", _place() | {"arena": arena and arena.offer()})
     machines = _by_kernel(told)
     near = next(ranks for ranks in machines if rank in ranks)
     index, layout = near.index(rank), SegmentLayout(len(near))
@@ -97,13 +97,13 @@ def meet(
     if len(machines) < num_ranks or num_ranks == 1:
         is_named = len({told[other]["pids"] for other in near}) > 1  # /proc/PID means another process there
         segment, reason = _new_segment(layout, is_named=is_named) if index == 0 else (None, "")
-        offer = table.exchange("offer", _offer(segment) if index == 0 else {})[near[0]]
+        offer = exchange("offer", _offer(segment) if index == 0 else {})[near[0]]
         if index != 0 and offer:
             segment = open_segment(offer["paths"], bytes.fromhex(offer["token"]), layout.size)
             reason = "" if segment is not None else f"rank {rank} cannot map what rank {near[0]} shares"
         if segment is not None:
             reason = _reserve_first(segment, layout, index, budget)
-        found = table.exchange("mapped", {"reason": reason, "arenas": all(opened.values())})
+        found = exchange("mapped", {"reason": reason, "arenas": all(opened.values())})
         reasons = [item["reason"] for item in found]
         if not all(item["arenas"] for item in found):
             opened = {}
@@ -124,28 +124,21 @@ def meet(
     )
 
 
-class _Table:
-    """What all ranks say of themselves, in rounds."""
-
-    def __init__(self, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> None:
-        self._store, self._rank, self._num_ranks, self._timeout = store, rank, num_ranks, timeout
-
-    def exchange(self, what: str, own: dict[str, Any]) -> list[dict[str, Any]]:
-        """Say something and return what all have said, by rank."""
-        if self._num_ranks == 1:
-            return [own]
-        self._store.set(f"{what}/{self._rank}", json.dumps(own))
-        keys = [f"{what}/{other}" for other in range(self._num_ranks)]
-        self._store.wait(keys, self._timeout)
-        return [json.loads(text) for text in self._store.multi_get(keys)]
+def _exchange(
+    store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, what: str, own: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return a value of each rank, by rank; all of them call this. Waits for the slowest one."""
+    if num_ranks == 1:
+        return [own]
+    store.set(f"{what}/{rank}", json.dumps(own))
+    keys = [f"{what}/{other}" for other in range(num_ranks)]
+    store.wait(keys, timeout)
+    return [json.loads(text) for text in store.multi_get(keys)]
 
 
 def _place() -> dict[str, Any]:
-    """Say where this process runs: which kernel, which numbering of processes, whose it is."""
-    kernel = pids = ""
-    with suppress(OSError):
-        kernel = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        pids = os.readlink("/proc/self/ns/pid")
+    """Return where this process runs: the kernel, the numbering of processes, and the user."""
+    kernel, pids = kernel_and_namespace("pid")
     return {"kernel": f"{kernel}/{os.geteuid()}" if kernel else "", "pids": pids, "pid": os.getpid()}
 
 
