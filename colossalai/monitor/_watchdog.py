@@ -1,28 +1,27 @@
 """Watchdog: a thread of each rank that names the ranks to blame for a hang, and then ends the job.
 
-It looks some ten times per timeout at what this rank has issued and what of it is complete. Where nothing
-has moved for the timeout, it raises the alarm in the store. Every rank's thread sees that, and leaves there
-what its rank is doing; rank 0 makes one report of it all. Nothing here uses the process groups.
+It looks some ten times per timeout at the calls that this rank has issued and at those that are complete.
+Where nothing has moved for the timeout, it raises the alarm in the store. Every rank's thread sees that, and
+stores a report of its rank; rank 0 makes one report of them. Nothing here uses the process groups.
 
 [Note: what may fail while a job hangs]
 The store has a connection of its own here, so a thread that waits in the store does not hold ours, and its
 calls give up after seconds. A rank whose thread cannot run (its process has died, is stopped, or computes in
-compiled code without giving up Python's lock) does not answer: its neighbors on the machine look at its
-process from outside. Should rank 0 be such a one, the lowest rank that answers makes the
-diagnosis. Should the store not
-answer, for it may be in rank 0 ([Note: who serves the store] in `_store.py`), each rank can only speak for
-itself, and does; where the others run it has asked before.
+compiled code without releasing Python's lock) does not answer: its neighbors on the machine look at its
+process from outside. If rank 0 is one of these, the lowest rank that answers makes the diagnosis. If the
+store does not answer, for it may be in rank 0 ([Note: who serves the store] in `_store.py`), each rank
+reports itself alone; it has read before where the others run.
 
 [Note: who waits for whom, and by when]
 A rank that has waited for `timeout` sets the alarm. Each rank sees it at its next look, at most `poll_s`
-later, and leaves its report. Rank 0 then collects the reports for at most `grace_s` (two looks and 1.5 s),
+later, and stores its report. Rank 0 then collects the reports for at most `grace_s` (two looks and 1.5 s),
 less if all that are missing are known to be gone, and writes the diagnosis. The others wait for rank 0's
-report for `grace_s`, and for the diagnosis for `_DIAGNOSIS_S` more; if one of these does not come, the lowest
-of those that have reported does what rank 0 would have. All store calls give up after 3 to 10 s, so every
-rank gets to the end of this, whatever happens to the others. At the end each rank says why it ends and notes
-that it has; those that are to blame first, the others `_LATER_S` after them. Nobody ends before all have
-spoken, but waits no longer than `_WORDS_S` for that: the first process that ends takes the connections of the
-others along.
+report for `grace_s`, and for the diagnosis for `_DIAGNOSIS_S` more; if one of these does not come, the
+lowest of those that have reported does what rank 0 would have. All store calls give up after 3 to 10 s, so
+every rank gets to the end of this, whatever happens to the others. At the end each rank shows why it ends
+and notes that it has; those that are to blame first, the others `_LATER_S` after them. No rank ends before
+all have shown their errors, for which it waits at most `_WORDS_S`: the first process that ends takes the
+connections of the others along.
 """
 
 import json
@@ -84,14 +83,14 @@ class Watchdog:
     """Watches over one rank of a job.
 
     Args:
-        options: How long a wait may take, and what then.
-        store: Where the ranks meet; a connection of its own to it is opened.
+        options: Time limits of waits, and the action after them.
+        store: The store of the job; the watchdog opens a connection of its own to it.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        axis_of: What is the mesh axis along some ranks?
+        axis_of: Returns the name of the mesh axis along some ranks.
 
     Attributes:
-        has_spoken: Whether it has said why this process ends.
+        has_spoken: Whether it has shown why this process ends.
     """
 
     def __init__(
@@ -103,15 +102,15 @@ class Watchdog:
         self._axis_of = axis_of
         self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
         self._store = DeadlineStore("watchdog", store, timeout=self._store_s)
-        self._known: dict[int, RankProcess] = {}  # all processes, from when all have said where they run
+        self._known: dict[int, RankProcess] = {}  # all processes, once all are in the store
         self._signatures = SignatureRecord()
-        self._of_neighbors = NeighborSignatures()
+        self._neighbor_signatures = NeighborSignatures()
         self._record = MessageRecord()
         self._since = time.time()
         self.has_spoken = False
         self._alarms = 0  # that are over
         self._notices = 0  # the same
-        self._told: set[tuple[str, int]] = set()  # waits that a notice of this rank has told of
+        self._noticed: set[tuple[str, int]] = set()  # waits in a notice that this rank has written
         self._stop = threading.Event()
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
@@ -128,7 +127,7 @@ class Watchdog:
         self._thread.start()
 
     def stop(self, reason: str = "") -> None:
-        """End to watch, and leave word for the others that this rank waits for nobody any more.
+        """Stop watching, and note in the store that this rank does not wait any more.
 
         Args:
             reason: Why, if it is an error.
@@ -137,7 +136,7 @@ class Watchdog:
         if self._thread is not threading.current_thread():
             self._thread.join(2 * self._store_s)
         self._open.close()
-        self._of_neighbors.close()
+        self._neighbor_signatures.close()
         self._signatures.close()
         unregister_this_process(self._process)
         met = {channel: item.number for channel, item in meetings_reached().items()}
@@ -161,12 +160,12 @@ class Watchdog:
         return lines
 
     def disagreement_soon(self) -> str:
-        """Say to which collective the ranks have come with what does not fit, as far as one sees in a second.
+        """Return the first collective in which ranks differ, as far as this rank can see within a second.
 
-        The ranks of this machine are asked by their files, which outlive them; the others by the store, if
-        it is still there.
+        The signatures of the ranks of this machine are read from their files, which outlive them; those of
+        other ranks from the store, if it is still there.
         """
-        found = {**self._of_neighbors.read(), self._rank: self._signatures.read()}
+        found = {**self._neighbor_signatures.read(), self._rank: self._signatures.read()}
         with suppress(dist.DistError):
             own = {rank: list(map(asdict, calls)) for rank, calls in found.items()}
             self._store.set(f"signatures/{self._rank}", json.dumps(own))
@@ -215,64 +214,66 @@ class Watchdog:
         if not self._known and self._store.check(*self._process_keys()):
             self._known = self._processes()
             for rank, process in self._neighbors(self._known).items():
-                self._of_neighbors.open(rank, pid=process.pid, descriptor=process.signature_file)
+                self._neighbor_signatures.open(rank, pid=process.pid, descriptor=process.signature_file)
         if self._store.check(f"alarm/{self._alarms}"):
-            self._answer(overdue)
+            self._answer_alarm(overdue)
         elif self._store.check(f"notice/{self._notices}"):
-            self._take_notice()
+            self._give_notice()
 
-    def _take_notice(self) -> None:
-        """Say what this rank is doing; one rank tells in a line who waits for whom, and the job goes on.
+    def _give_notice(self) -> None:
+        """Report what this rank is doing; one rank writes a line about the waits, and the job goes on.
 
-        Unless there is a `deadlock`: then it ends as after an alarm.
+        If there is a `deadlock`, it ends as after an alarm.
         """
         number = f"notice-{self._notices}"
         self._notices += 1
         waits = self._timer.slow(self._options.notice)
         self._timer.take_notice()
-        diagnosis = self._say_and_listen(number, waits)
+        diagnosis = self._report_and_wait(number, waits)
         if diagnosis.get("is_deadlock"):
-            self._obey(number, diagnosis)
+            self._act_on(number, diagnosis)
 
-    def _answer(self, overdue: str) -> None:
-        """Say what this rank is doing, wait for the diagnosis, and do what the options say.
+    def _answer_alarm(self, overdue: str) -> None:
+        """Report what this rank is doing, wait for the diagnosis, and act on it.
 
         See [Note: who waits for whom, and by when].
         """
         number = str(self._alarms)
         self._alarms += 1
-        self._obey(number, self._say_and_listen(number, overdue))
+        self._act_on(number, self._report_and_wait(number, overdue))
 
-    def _obey(self, number: str, diagnosis: dict[str, Any]) -> None:
-        """Do what the options say, now that there is a diagnosis."""
+    def _act_on(self, number: str, diagnosis: dict[str, Any]) -> None:
+        """End this process, if the options ask for that, or let it go on."""
         if self._options.action == "end":
             self._end(number, diagnosis)
         self._timer.forgive()
 
-    def _say_and_listen(self, number: str, overdue: str) -> dict[str, Any]:
-        """Say what this rank is doing, and return the diagnosis of all."""
+    def _report_and_wait(self, number: str, overdue: str) -> dict[str, Any]:
+        """Report what this rank is doing, and return the diagnosis."""
         deadline = time.monotonic() + self._options.grace_s
-        self._say(number, overdue, deadline=deadline)
+        self._report(number, overdue, deadline=deadline)
         patience = time.monotonic() + self._options.grace_s + _DIAGNOSIS_S
-        if not self._comes(f"diagnosis/{number}", number, deadline=patience):  # who was at it has died
+        if not self._wait_for_key(
+            f"diagnosis/{number}", number, deadline=patience
+        ):  # the rank that makes it has died
             self._conclude_if_lowest(number, deadline=deadline)
         text = self._store.text(f"diagnosis/{number}")
         diagnosis: dict[str, Any] = json.loads(text) if text else _NO_DIAGNOSIS
         return diagnosis
 
-    def _say(self, number: str, overdue: str, *, deadline: float) -> None:
-        """Say what this rank is doing, and conclude from what all say, if that is for this rank to do."""
+    def _report(self, number: str, overdue: str, *, deadline: float) -> None:
+        """Store the report of this rank, and make the diagnosis from all reports if this rank has to."""
         report = self._describe(overdue, self._gone(self._processes()))
         self._store.set(f"report/{number}/{self._rank}", report.to_json())
         if self._rank == 0:
-            concludes = not self._store.check(f"silent/{number}")  # else it was, and another rank is at it
+            concludes = not self._store.check(f"silent/{number}")  # else another rank makes it
         else:
-            concludes = not self._comes(f"report/{number}/0", number, deadline=deadline)
+            concludes = not self._wait_for_key(f"report/{number}/0", number, deadline=deadline)
         if concludes:
             self._conclude_if_lowest(number, deadline=deadline)
 
     def _describe(self, overdue: str, gone: dict[int, str]) -> RankReport:
-        seen = {rank: items for rank, items in self._of_neighbors.read().items() if rank in gone}
+        seen = {rank: items for rank, items in self._neighbor_signatures.read().items() if rank in gone}
         return report_of_this_rank(
             rank=self._rank,
             host=self._process.host,
@@ -285,8 +286,8 @@ class Watchdog:
             signatures={**seen, self._rank: self._signatures.read()},
         )
 
-    def _comes(self, key: str, number: str, *, deadline: float) -> bool:
-        """Wait for a key, and help those who conclude meanwhile; the end of the job waits for no notice."""
+    def _wait_for_key(self, key: str, number: str, *, deadline: float) -> bool:
+        """Wait for a key, writing stacks for silent neighbors meanwhile; the end of the job ends a notice."""
         while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
             if self._stop.is_set() and number.startswith("notice"):
                 break
@@ -295,7 +296,7 @@ class Watchdog:
         return is_there
 
     def _conclude_if_lowest(self, number: str, *, deadline: float) -> None:
-        """Conclude if this is rank 0, or else the lowest of those that answer: rank 0 is silent then."""
+        """Make the diagnosis if this is rank 0, or if rank 0 is silent and this is the lowest to answer."""
         others = (rank for rank in range(1, self._world_size) if self._store.check(f"report/{number}/{rank}"))
         if self._rank == 0 or self._rank == next(others, None):
             self._conclude(number, deadline=deadline)
@@ -306,14 +307,16 @@ class Watchdog:
             return
         reports = self._collect(number, deadline=deadline)
         silent = [rank for rank in range(self._world_size) if rank not in reports]
-        self._store.set(f"silent/{number}", json.dumps(silent))  # neighbors see it in `_comes`, and help
+        self._store.set(
+            f"silent/{number}", json.dumps(silent)
+        )  # neighbors see it in `_wait_for_key`, and help
         stacks: dict[int, str] = {}
         known = {rank for report in reports.values() for rank in report.gone}
         if set(silent) - known:
             self._help_silent(number)
             time.sleep(_STACKS_S)
             stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
-        absent = {rank: self._how_is(rank, reports, stacks.get(rank, "")) for rank in silent}
+        absent = {rank: self._state_of(rank, reports, stacks.get(rank, "")) for rank in silent}
         is_notice = number.startswith("notice")
         stuck = deadlock(reports, self._left(absent, reports)) if is_notice else None
         diagnosis = stuck or diagnose(reports, absent, self._axis_of)
@@ -323,20 +326,20 @@ class Watchdog:
             write_notice(
                 diagnosis,
                 reports,
-                self._told,
+                self._noticed,
                 notice=self._options.notice,
                 timeout=self._options.timeout,
                 ends=self._options.action == "end",
             )
         else:
             self._write_report(diagnosis, reports, stacks)
-        told = {
+        outcome = {
             "lines": diagnosis.lines,
             "blamed": diagnosis.blamed,
             "speakers": sorted(reports),
             "is_deadlock": stuck is not None,
         }
-        self._store.set(f"diagnosis/{number}", json.dumps(told))
+        self._store.set(f"diagnosis/{number}", json.dumps(outcome))
 
     def _collect(self, number: str, *, deadline: float) -> dict[int, RankReport]:
         reports: dict[int, RankReport] = {}
@@ -354,8 +357,8 @@ class Watchdog:
             time.sleep(_LOOK_S)
         return reports
 
-    def _how_is(self, rank: int, reports: dict[int, RankReport], stacks: str) -> str:
-        """Say how it is with a rank that does not answer."""
+    def _state_of(self, rank: int, reports: dict[int, RankReport], stacks: str) -> str:
+        """Describe a rank that does not answer."""
         text = self._store.text(f"process/{rank}")
         name = RankProcess.from_json(text).name if text else "(which has never been heard of)"
         left = self._store.text(f"left/{rank}")
@@ -369,7 +372,7 @@ class Watchdog:
         return f"{name} does not answer{ago}: its machine is out of reach, or compiled code holds its lock"
 
     def _left(self, absent: dict[int, str], reports: dict[int, RankReport]) -> dict[int, Left]:
-        """Return those that have left the job or have died, of the ranks that say nothing."""
+        """Return the ranks without a report that have left the job or have died."""
         died = {rank for report in reports.values() for rank, how in report.gone.items() if how == DIED}
         return {
             rank: Left(how, json.loads(self._store.text(f"met/{rank}") or "{}"))
@@ -378,7 +381,7 @@ class Watchdog:
         }
 
     def _help_silent(self, number: str) -> None:
-        """Have neighbors that do not answer write their stacks, if nobody has yet."""
+        """Have neighbors that do not answer write their stacks, unless another rank has."""
         silent = json.loads(self._store.text(f"silent/{number}") or "[]")
         for rank, process in self._neighbors(self._processes()).items() if silent else ():
             key = f"stacks/{number}/{rank}"
@@ -400,36 +403,36 @@ class Watchdog:
     def _end(self, number: str, diagnosis: dict[str, Any]) -> None:
         """End this process from here, since its other threads may wait for ever.
 
-        What is to blame speaks first, so that a launcher names it first. All have spoken before the first
-        one ends: its partners fail at once, with less to say.
+        The ranks to blame show their error first, so that a launcher names them first. All ranks have shown
+        theirs before the first one ends: its partners fail at once, with errors that explain less.
         """
         speakers, blamed = diagnosis["speakers"], diagnosis["blamed"]
         if self._rank not in blamed and set(blamed) & set(speakers):
-            self._listen_to(number, [rank for rank in speakers if rank in blamed])
+            self._wait_for_last_words(number, [rank for rank in speakers if rank in blamed])
             time.sleep(_LATER_S)
-        self._speak(diagnosis["lines"])
+        self._show_error(diagnosis["lines"])
         try:
             self._store.set(f"spoken/{number}/{self._rank}", "1")
         finally:
-            self._listen_to(number, speakers)
+            self._wait_for_last_words(number, speakers)
             os._exit(1)
 
-    def _listen_to(self, number: str, ranks: list[int]) -> None:
-        """Wait until others have said why they end, or do not seem to come to it."""
+    def _wait_for_last_words(self, number: str, ranks: list[int]) -> None:
+        """Wait until other ranks have shown why they end, for a few seconds."""
         keys = [f"spoken/{number}/{rank}" for rank in ranks]
         patience = time.monotonic() + _WORDS_S
         with suppress(dist.DistError):  # the store has ended, with rank 0
             while keys and not self._store.check(*keys) and time.monotonic() < patience:
                 time.sleep(_LOOK_S)
 
-    def _speak(self, lines: Sequence[str]) -> None:
-        """Say why this process ends."""
+    def _show_error(self, lines: Sequence[str]) -> None:
+        """Show why this process ends."""
         sys.excepthook(HangError, HangError("; ".join(lines)), None)
         self.has_spoken = True
         flush_output()
 
     def _go_on_without_store(self, error: Exception) -> None:
-        """The store does not answer. That matters if this rank waits for somebody."""
+        """Report and end without the store, which does not answer, if this rank waits for another rank."""
         self._timer.look(self._options.poll_s)
         overdue = self._timer.overdue(self._options.timeout)
         if not overdue or self._stop.is_set():
@@ -439,15 +442,15 @@ class Watchdog:
         diagnosis = Diagnosis(lines=(*lines, *diagnose(reports, absent, self._axis_of).lines))
         self._write_report(diagnosis, reports, {})
         if self._options.action == "end":
-            self._speak(diagnosis.lines)
+            self._show_error(diagnosis.lines)
             os._exit(1)
         self._timer.forgive()
 
     def _without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
-        """Say who serves the store that does not answer, and what is known of the other processes.
+        """Return what is known of the other processes while the store does not answer.
 
         Returns:
-            By rank, how it is with those that are gone; and a line if the store is at none of them.
+            By rank, the state of those that are gone; and a line if none of them serves the store.
         """
         # See [Note: what may fail while a job hangs].
         reason = str(error).strip().splitlines()[0]
@@ -472,7 +475,7 @@ class Watchdog:
         return [f"process/{rank}" for rank in range(self._world_size)]
 
     def _processes(self) -> dict[int, RankProcess]:
-        """Return where the ranks run, as far as they have said so."""
+        """Return where the ranks run, as far as that is in the store."""
         if self._known:
             return self._known
         texts = dict(enumerate(map(self._store.text, self._process_keys())))
