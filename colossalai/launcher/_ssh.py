@@ -58,7 +58,7 @@ def command_on(host: str, argv: Sequence[str], *, port: int | None = None) -> li
 # What the client says, what it means, and what to do; the first that fits counts.
 _CLIENT = (
     (
-        r"Could not resolve hostname",
+        r"Could not resolve hostname|Name or service not known|No address associated",
         "this machine does not know the name {host}",
         "mend the name, or add it to /etc/hosts, to the DNS or to ~/.ssh/config",
     ),
@@ -86,11 +86,6 @@ _CLIENT = (
         r"Connection refused",
         "the machine answers, but nothing listens on its ssh port",
         "start sshd there, or give its port: --ssh-port",
-    ),
-    (
-        r"Name or service not known|No address associated",
-        "this machine does not know the name {host}",
-        "mend the name, or add it to /etc/hosts, to the DNS or to ~/.ssh/config",
     ),
     (
         r"timed out|No route to host|Network is unreachable|Host is down",
