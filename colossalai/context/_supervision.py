@@ -81,7 +81,7 @@ def start_watching(
         store: Where its ranks have met.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        axis_of: What is the mesh axis along some ranks?
+        axis_of: Returns the name of the mesh axis along some ranks.
         device: Where this rank computes.
         verbose: Whether rank 0 says which kernels it takes.
     """

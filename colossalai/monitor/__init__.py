@@ -10,8 +10,8 @@ the package: the rest; `context` switches the watchdog and the debug mode on and
 | call record | an operation that a rank has issued, whatever noted it |
 | channel | a process group's collectives, or the messages from one rank to another; each is counted |
 | alarm, notice | set in the store by a rank that has waited too long: for a report, or for one line |
-| rank report | what a rank says at an alarm: where it waits, what it has issued, its stacks |
-| diagnosis | which ranks are to blame, from the reports of all |
+| rank report | the answer of a rank to an alarm: its waits, its last calls, its stacks |
+| diagnosis | the ranks to blame, from the reports of all |
 | signature | operation, shapes and dtypes of a collective, noted where neighbors can read it |
 """
 

@@ -84,7 +84,7 @@ class CollectiveCheck:
         store: Where the ranks meet; a connection of its own to it is opened.
         rank: Global rank of this process.
         timeout: Seconds to wait for the other ranks of a collective.
-        axis_of: What is the mesh axis along some ranks?
+        axis_of: Returns the name of the mesh axis along some ranks.
     """
 
     def __init__(self, store: dist.Store, *, rank: int, timeout: float, axis_of: AxisOf) -> None:

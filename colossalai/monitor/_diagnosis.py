@@ -66,7 +66,7 @@ def diagnose(
     Args:
         reports: What the ranks say.
         absent: How it is with those that say nothing: "(host2, pid 77) has died".
-        axis_of: What is the mesh axis along some ranks?
+        axis_of: Returns the name of the mesh axis along some ranks.
     """
     # See [Note: who is to blame].
     waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]

@@ -71,7 +71,7 @@ class MessageCheck:
         store: Where the ranks meet.
         rank: Global rank of this process.
         timeout: Seconds to wait for the partner of a message that is waited for.
-        axis_of: What is the mesh axis along some ranks?
+        axis_of: Returns the name of the mesh axis along some ranks.
     """
 
     def __init__(self, store: DeadlineStore, *, rank: int, timeout: float, axis_of: AxisOf) -> None:

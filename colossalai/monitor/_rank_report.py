@@ -65,7 +65,7 @@ _SUBJECTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank is doing.
+    """What a rank is doing, as its watchdog reports it.
 
     Attributes:
         rank: Its global rank.
@@ -136,11 +136,11 @@ def report_of_this_rank(
         host: The name of the machine.
         pid: The process.
         record: The messages.
-        axis_of: What is the mesh axis along some ranks?
+        axis_of: Returns the name of the mesh axis along some ranks.
         since: Seconds since the epoch, when the job began.
-        overdue: What it has been in for too long.
-        gone: What is known of the processes of other ranks.
-        signatures: The last collectives, of this rank and of those.
+        overdue: The wait or section that has lasted too long.
+        gone: Ranks of this machine whose processes have ended or are stopped, and how.
+        signatures: By rank, the last collectives of this one and of those that are gone.
     """
     frames = _frames()  # before the rest; see [Note: what a script is held by]
     issued = collectives(since=since)
