@@ -33,6 +33,7 @@ from colossalai.checkpoint_io.resharding import (
     pack,
     unpack,
     whole_shapes,
+    wholes,
     with_own_memory,
 )
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
@@ -93,16 +94,12 @@ class OptimizerLoadPlan:
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
         """Return what this rank has of the states, each where the optimizer expects it."""
         placed: dict[nn.Parameter, dict[str, torch.Tensor]] = {param: {} for param in stored}
-        places: list[tuple[str, nn.Parameter]] = []
-        for param, tensors in stored.items():
-            group = group_of[param]
-            for key, tensor in tensors.items():
-                if key == "step":
-                    # torch's optimizers count on the host unless the whole update runs on the device.
-                    on_device = group.get("capturable") or group.get("fused")
-                    placed[param][key] = tensor.whole().to(param.device if on_device else "cpu")
-                else:
-                    places.append((key, param))
+        counted = [param for param, tensors in stored.items() if "step" in tensors]
+        for param, step in zip(counted, wholes([stored[param]["step"] for param in counted]), strict=True):
+            # torch's optimizers count on the host unless the whole update runs on the device.
+            on_device = group_of[param].get("capturable") or group_of[param].get("fused")
+            placed[param]["step"] = step.to(param.device if on_device else "cpu")
+        places = [(key, param) for param, tensors in stored.items() for key in tensors if key != "step"]
         states = new_states([(stored[param][key], param) for key, param in places], self.shapes)
         for (key, param), state in zip(places, states, strict=True):
             placed[param][key] = state

@@ -10,7 +10,8 @@ A mode of the user's own is known by the seed that it started from.
 """
 
 import random
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import numpy as np
@@ -80,19 +81,23 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
     here = process.random.place
     own = random_state()
     twin = next((state for state in saved if _place(state).ranks == here.ranks), None)
-    modes = {_name(mode): _of_mode(mode, saved, step=step) for mode in process.random.states}
+    is_same_place = len(saved) == 1 and is_of_this_place(saved[0])
+    modes = {
+        _name(mode): _of_mode(mode, saved, own["torch"], step=step, is_same_place=is_same_place)
+        for mode in process.random.states
+    }
     # What no mode says starts equal on all ranks: if they were still equal, they stay so.
     python = _of_all([state["python"] for state in saved], twin and twin["python"])
     numpy = _of_all([state["numpy"] for state in saved], twin and twin["numpy"])
-    fresh = mix_seed(_seed_of_run(saved), "rank", *here.ranks, "step", step)
+    fresh = partial(mix_seed, _seed_of_run(saved), "rank", *here.ranks, "step", step)
     if process.random.current is None:
-        torch_state = _complete(None if twin is None else twin["torch"], fresh)
+        torch_state = _complete(None if twin is None else twin["torch"], own["torch"], fresh)
     else:
         torch_state = modes[_name(process.random.current)]
     return {
         **own,
-        "python": _python_as_plain(random.Random(fresh).getstate()) if python is None else python,
-        "numpy": _fresh_numpy(fresh) if numpy is None else numpy,
+        "python": _python_as_plain(random.Random(fresh()).getstate()) if python is None else python,
+        "numpy": _fresh_numpy(fresh()) if numpy is None else numpy,
         "torch": torch_state,
         "modes": modes,
     }
@@ -113,29 +118,31 @@ def say_other_layout(saved: Sequence[Saved], *, step: int) -> str:
     return f"{text}, those of the other {rest} are new, from the seed and step {step}" if rest else text
 
 
-def _of_mode(mode: Hashable, saved: Sequence[Saved], *, step: int) -> State:
-    """Return the state of a mode on this rank."""
-    name, here = _name(mode), process.random.place
+def _of_mode(
+    mode: Hashable, saved: Sequence[Saved], present: State, *, step: int, is_same_place: bool
+) -> State:
+    """Return the state of a mode on this rank; see `_complete` for `present`."""
+    name = _name(mode)
     holders = [state for state in saved if name in state["modes"]]
-    if len(saved) == 1 and is_of_this_place(saved[0]):
+    parts: tuple[Any, ...] = (process.random.seeds[mode],)
+    if is_same_place:
         found = next(iter(holders), None)
     elif mode in _NUM_AXES:
-        along = here.ranks[: _NUM_AXES[mode]]
+        along = process.random.place.ranks[: _NUM_AXES[mode]]
         found = next((one for one in holders if _place(one).ranks[: len(along)] == along), None)
-        seed = mix_seed(_seed_of_run(saved), str(name), *along, "step", step)
-        return _complete(None if found is None else found["modes"][name], seed)
+        parts = (_seed_of_run(saved), str(name), *along)
     else:
-        found = next(
-            (one for one in holders if one.get("seeds", {}).get(name) == process.random.seeds[mode]), None
-        )
-    seed = mix_seed(process.random.seeds[mode], "step", step)
-    return _complete(None if found is None else found["modes"][name], seed)
+        found = next((one for one in holders if one.get("seeds", {}).get(name) == parts[0]), None)
+    seed = partial(mix_seed, *parts, "step", step)
+    return _complete(None if found is None else found["modes"][name], present, seed)
 
 
-def _complete(state: Mapping[str, torch.Tensor] | None, seed: int) -> State:
-    """Return a state with one for each device of this process, a new one where it has none."""
+def _complete(
+    state: Mapping[str, torch.Tensor] | None, present: State, make_seed: Callable[[], int]
+) -> State:
+    """Return a state with an entry for each device of `present`, new ones where it lacks some."""
     found = dict(state or {})
-    return found if found.keys() >= generator_state().keys() else {**fresh_state(seed), **found}
+    return found if found.keys() >= present.keys() else {**fresh_state(make_seed()), **found}
 
 
 def _of_all(values: Sequence[Any], of_twin: Any) -> Any:

@@ -162,8 +162,9 @@ def _tensors_of(
         KeyError: A shard lies in a file that the index does not list.
     """
     tensors, boxes, lost = {}, {}, set()
+    dtypes = {name: dtype_named(name) for name in {entry["dtype"] for entry in body["tensors"].values()}}
     for name, entry in body["tensors"].items():
-        dtype = dtype_named(entry["dtype"])
+        dtype = dtypes[entry["dtype"]]
         if dtype is None:
             raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
         shards = []

@@ -24,6 +24,7 @@ from colossalai.checkpoint_io.resharding._tensors import TensorMetadata as Tenso
 from colossalai.checkpoint_io.resharding._tensors import ViewShard as ViewShard
 from colossalai.checkpoint_io.resharding._tensors import stored_view as stored_view
 from colossalai.checkpoint_io.resharding._tensors import stored_views as stored_views
+from colossalai.checkpoint_io.resharding._tensors import wholes as wholes
 from colossalai.checkpoint_io.resharding._tree import TensorLike as TensorLike
 from colossalai.checkpoint_io.resharding._tree import pack as pack
 from colossalai.checkpoint_io.resharding._tree import plain as plain

@@ -10,14 +10,14 @@ for, then the boxes are made, then, in loading, the values are read into them.
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from colossalai.checkpoint_io.resharding._tensors import ShardedTensor, StoredTensor
+from colossalai.checkpoint_io.resharding._tensors import ShardedTensor, StoredTensor, read_boxes
 from colossalai.checkpoint_io.storage import listed
 from colossalai.tensor import (
     Box,
@@ -42,7 +42,7 @@ def with_local_shards(content: T) -> T:
     leaves = [in_full_precision(leaf) for leaf in given]
     distinct = {id(leaf): leaf for leaf in leaves if isinstance(leaf, torch.Tensor)}
     specs = {key: spec_of(tensor) for key, tensor in distinct.items()}
-    held = {key: _held(tensor) for key, tensor in distinct.items()}
+    held = dict(zip(distinct, _held(distinct.values()), strict=True))
     shards = {
         key: _sharded(held[key][0], specs[key], held[key][1], may_differ=not isinstance(tensor, nn.Parameter))
         for key, tensor in distinct.items()
@@ -117,7 +117,7 @@ def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
     Afterwards, also where it failed, all ranks call `note_filled`.
     """
     specs = [spec_of(tensor) for tensor, _ in targets]
-    held = [_held(tensor) for tensor, _ in targets]
+    held = _held([tensor for tensor, _ in targets])
     shards = [_sharded(tensor, spec, part) for (tensor, part), spec in zip(held, specs, strict=True)]
     _read(shards, [stored for _, stored in targets])
 
@@ -186,17 +186,24 @@ def new_states(
     return states
 
 
-def _held(tensor: torch.Tensor) -> tuple[torch.Tensor, FlatRange | None]:
-    """Return the memory that this rank has of a tensor, and which flat range it is of, if it is one."""
-    values = flat_values(tensor)
-    return (tensor.detach(), None) if values is None else (values.tensor, values.part)
+def _held(tensors: Collection[torch.Tensor]) -> list[tuple[torch.Tensor, FlatRange | None]]:
+    """Return the memory of each tensor on this rank, and the flat range that it is, if it is one."""
+    flat = [flat_values(tensor) for tensor in tensors]
+    return [
+        (tensor.detach(), None) if values is None else (values.tensor, values.part)
+        for tensor, values in zip(tensors, flat, strict=True)
+    ]
 
 
 def _read(targets: Sequence[ShardedTensor], sources: Sequence[StoredTensor]) -> None:
     with torch.no_grad():
-        for target, stored in zip(targets, sources, strict=True):
-            for box, tensor in target.shards.items():
-                stored.read(box, tensor)
+        read_boxes(
+            [
+                (stored, box, tensor)
+                for target, stored in zip(targets, sources, strict=True)
+                for box, tensor in target.shards.items()
+            ]
+        )
 
 
 def _sharded(

@@ -8,16 +8,15 @@ lie, in the memory of ranks or in files.
 import math
 import mmap
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, file_blocks, flat_bytes, read_block_size
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, read_block_size, read_into
 from colossalai.tensor import Box, block_boxes, whole_box
-
-_WORD = torch.int64
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,6 +54,20 @@ class ShardedTensor(TensorMetadata):
     ranks_of: Mapping[Box, tuple[int, ...]] = field(default_factory=dict)
 
 
+class FileRange(NamedTuple):
+    """A range of a file that is read straight into a tensor.
+
+    Attributes:
+        path: The file.
+        begin: The offset of the first byte.
+        most: The most bytes that are read at once.
+    """
+
+    path: Path
+    begin: int
+    most: int
+
+
 class StoredShard(ABC):
     """A box of a stored tensor."""
 
@@ -71,6 +84,10 @@ class StoredShard(ABC):
         Raises:
             OSError: The file cannot be read.
         """
+
+    def file_range(self, box: Box, out: torch.Tensor) -> FileRange | None:
+        """Return the range of a file with a part of the shard, if `out` can take its bytes as they are."""
+        return None
 
     def view(self) -> torch.Tensor | None:
         """Return the values, if they are mapped into memory."""
@@ -93,23 +110,22 @@ class StoredTensor(TensorMetadata):
         Raises:
             OSError: A file cannot be read.
         """
+        read_boxes([(self, box, out)])
+
+    def parts(self, box: Box, out: torch.Tensor) -> Iterator[tuple[StoredShard, Box, torch.Tensor]]:
+        """Yield the shards with some of a box, the part of each, and the view of `out` for it."""
         for shard in self.shards:
             if shard.box == box:  # loaded as it was saved: nothing to cut
-                shard.read(Box((0,) * len(box.sizes), box.sizes), out)
+                yield shard, Box((0,) * len(box.sizes), box.sizes), out
                 continue
             common = box.overlap(shard.box)
             if common is not None:
                 target = common.moved(box.offsets, sign=-1).of(out)
-                shard.read(common.moved(shard.box.offsets, sign=-1), target)
+                yield shard, common.moved(shard.box.offsets, sign=-1), target
 
     def whole(self) -> torch.Tensor:
         """Return all of it, in memory of its own."""
-        view = self.view()
-        if view is not None:
-            return view.clone()
-        tensor = torch.empty(self.shape, dtype=self.dtype)
-        self.read(Box((0,) * len(self.shape), self.shape), tensor)
-        return tensor
+        return wholes([self])[0]
 
     def part(self, box: Box) -> "StoredTensor":
         """Return a box of it as a stored tensor by itself; nothing is read."""
@@ -134,6 +150,41 @@ class StoredTensor(TensorMetadata):
     def view(self) -> torch.Tensor | None:
         """Return all of it where it lies in memory, or is mapped into it; None where it has to be read."""
         return self.shards[0].view() if len(self.shards) == 1 else None
+
+
+def read_boxes(reads: Iterable[tuple[StoredTensor, Box, torch.Tensor]]) -> None:
+    """Copy boxes of stored tensors into tensors of their shapes, whatever their dtypes and strides.
+
+    First the ranges of all of them are found, then each file is opened once and read from its beginning on.
+
+    Raises:
+        OSError: A file cannot be read.
+    """
+    ranges: dict[tuple[Path, int], list[tuple[int, torch.Tensor]]] = {}
+    for stored, box, out in reads:
+        for shard, part, target in stored.parts(box, out):
+            found = shard.file_range(part, target)
+            if found is None:
+                shard.read(part, target)
+            else:
+                ranges.setdefault((found.path, found.most), []).append((found.begin, target))
+    for (path, most), of_file in ranges.items():
+        read_into(path, of_file, most=most)
+
+
+def wholes(tensors: Sequence[StoredTensor]) -> list[torch.Tensor]:
+    """Return stored tensors whole, in memory of their own."""
+    views = [tensor.view() for tensor in tensors]
+    found = [
+        torch.empty(tensor.shape, dtype=tensor.dtype) if view is None else view.clone()
+        for tensor, view in zip(tensors, views, strict=True)
+    ]
+    read_boxes(
+        (tensor, Box((0,) * len(tensor.shape), tensor.shape), out)
+        for tensor, view, out in zip(tensors, views, found, strict=True)
+        if view is None
+    )
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,31 +247,29 @@ class FileShard(StoredShard):
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """See the base class."""
-        if box.sizes[1:] != self.box.sizes[1:]:
+        begin = self._begin_of(box)
+        if begin is None:
             self._copy_mapped(box, out)
-            return
-        # Whole rows: they lie in the file one after the other.
-        row = math.prod(box.sizes[1:]) * self.dtype.itemsize
-        begin = self.begin + (box.offsets[0] * row if box.offsets else 0)
-        if out.device.type == "cpu" and out.dtype == self.dtype and out.is_contiguous():
-            self._fill(begin, out)
             return
         for place in block_boxes(out.shape, most=max(1, self.most // self.dtype.itemsize)):
             block = torch.empty(place.sizes, dtype=self.dtype)
-            self._fill(begin, block)
+            read_into(self.path, [(begin, block)], most=self.most)
             place.of(out).copy_(block)
             begin += block.nbytes
 
-    def _fill(self, begin: int, out: torch.Tensor) -> None:
-        """Fill a contiguous tensor in host memory with the bytes of the file from `begin` on."""
-        rest = flat_bytes(out)
-        # torch copies wide numbers faster than bytes.
-        is_odd = (begin | len(rest) | self.most | rest.data_ptr()) % _WORD.itemsize
-        unit = torch.uint8 if is_odd else _WORD
-        for block in file_blocks(self.path, begin, begin + len(rest), most=self.most):
-            # The source gets no name: its memory is unmapped when the next block is asked for.
-            rest[: len(block)].view(unit).copy_(torch.frombuffer(block, dtype=unit))
-            rest = rest[len(block) :]
+    def file_range(self, box: Box, out: torch.Tensor) -> FileRange | None:
+        """See the base class."""
+        begin = self._begin_of(box)
+        if begin is None or out.device.type != "cpu" or out.dtype != self.dtype or not out.is_contiguous():
+            return None
+        return FileRange(self.path, begin, self.most)
+
+    def _begin_of(self, box: Box) -> int | None:
+        """Return the offset in the file of whole rows, which follow one another; None for parts of rows."""
+        if box.sizes[1:] != self.box.sizes[1:]:
+            return None
+        row = math.prod(box.sizes[1:]) * self.dtype.itemsize
+        return self.begin + (box.offsets[0] * row if box.offsets else 0)
 
     def _copy_mapped(self, box: Box, out: torch.Tensor) -> None:
         """Copy a box whose rows are not whole: only the pages with something of it are read."""

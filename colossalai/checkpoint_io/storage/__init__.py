@@ -25,6 +25,7 @@ from colossalai.checkpoint_io.storage._file_blocks import bytes_of as bytes_of
 from colossalai.checkpoint_io.storage._file_blocks import file_blocks as file_blocks
 from colossalai.checkpoint_io.storage._file_blocks import flat_bytes as flat_bytes
 from colossalai.checkpoint_io.storage._file_blocks import read_block_size as read_block_size
+from colossalai.checkpoint_io.storage._file_blocks import read_into as read_into
 from colossalai.checkpoint_io.storage._manifest import FORM_OF_FILES as FORM_OF_FILES
 from colossalai.checkpoint_io.storage._manifest import INDEX as INDEX
 from colossalai.checkpoint_io.storage._manifest import MANIFEST as MANIFEST

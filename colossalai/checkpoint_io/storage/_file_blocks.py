@@ -14,7 +14,8 @@ import mmap
 import os
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -146,16 +147,44 @@ def file_blocks(path: Path, begin: int, end: int, *, most: int) -> Iterator[memo
         OSError: The file cannot be read, or ends before.
     """
     with path.open("rb", buffering=0) as file:
-        while begin < end:
-            stop = min(end, begin + most - begin % most)
-            view = _mapped(file, begin, stop) if stop - begin >= _SMALL else None
-            if view is None:
-                yield _read(file, path, begin, stop)
-            else:
-                # Unmapped when the next block is asked for: whoever keeps this one would fail there.
-                with view, memoryview(view)[begin % mmap.ALLOCATIONGRANULARITY :] as block:
-                    yield block
-            begin = stop
+        yield from _blocks(file, path, begin, end, most)
+
+
+def read_into(path: Path, ranges: Iterable[tuple[int, torch.Tensor]], *, most: int) -> None:
+    """Fill tensors with ranges of a file, which is opened once and read in the order of the offsets.
+
+    Args:
+        path: The file.
+        ranges: Offsets in the file, each with a contiguous tensor in host memory, which takes as many bytes
+            as it has.
+        most: The most bytes that are read at once.
+
+    Raises:
+        OSError: The file cannot be read, or ends before.
+    """
+    with path.open("rb", buffering=0) as file:
+        for begin, out in sorted(ranges, key=itemgetter(0)):
+            rest = flat_bytes(out)
+            # torch copies wide numbers faster than bytes.
+            is_odd = (begin | len(rest) | most | rest.data_ptr()) % _WORD
+            unit = torch.uint8 if is_odd else torch.int64
+            for block in _blocks(file, path, begin, begin + len(rest), most):
+                # The source gets no name: its memory is unmapped when the next block is asked for.
+                rest[: len(block)].view(unit).copy_(torch.frombuffer(block, dtype=unit))
+                rest = rest[len(block) :]
+
+
+def _blocks(file: BinaryIO, path: Path, begin: int, end: int, most: int) -> Iterator[memoryview]:
+    while begin < end:
+        stop = min(end, begin + most - begin % most)
+        view = _mapped(file, begin, stop) if stop - begin >= _SMALL else None
+        if view is None:
+            yield _read(file, path, begin, stop)
+        else:
+            # Unmapped when the next block is asked for: a caller that keeps this one would fail there.
+            with view, memoryview(view)[begin % mmap.ALLOCATIONGRANULARITY :] as block:
+                yield block
+        begin = stop
 
 
 def _mapped(file: BinaryIO, begin: int, end: int) -> mmap.mmap | None:

@@ -133,6 +133,8 @@ def refuse_other_form(value: object, form: Form, what: str) -> None:
     Raises:
         ValueError: `value` has another type somewhere, is out of range, or lacks a field.
     """
+    if type(value) is form:  # most values; a truth value is not an int here
+        return
     match form:
         case Count(least):
             if not least <= of_kind(value, int, what) <= MOST:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from colossalai.checkpoint_io.formats._sharded_writer import WriteItem, write_items
-from colossalai.checkpoint_io.resharding._tensors import FileShard, StoredTensor, TensorMetadata
+from colossalai.checkpoint_io.resharding._tensors import FileShard, StoredTensor, TensorMetadata, wholes
 from colossalai.checkpoint_io.storage import _file_blocks
 from colossalai.checkpoint_io.storage._file_blocks import WRITTEN, file_blocks
 from colossalai.tensor import whole_box
@@ -96,3 +96,26 @@ def test_files_are_written_in_blocks_of_huge_pages(tmp_path: Path, monkeypatch: 
     begins = write_items(tmp_path / "file", items).begins
     expected = {WRITTEN, 2 * WRITTEN, begins[1], 3 * WRITTEN, 4 * WRITTEN, 5 * WRITTEN}
     assert set(ends) == {begins[0], *expected, begins[1] + values.nbytes}
+
+
+def test_a_file_is_opened_once_and_read_in_order(path: Path, sizes_read: list[int], monkeypatch: Any) -> None:
+    begins, opened, asked = [4096, 0, 12_000], [], []
+    opening, blocks = Path.open, _file_blocks._blocks
+
+    def counted(self: Path, *arguments: Any, **options: Any) -> Any:
+        opened.append(self)
+        return opening(self, *arguments, **options)
+
+    def noted(file: Any, path: Path, begin: int, *arguments: Any) -> Any:
+        asked.append(begin)
+        return blocks(file, path, begin, *arguments)
+
+    monkeypatch.setattr(Path, "open", counted)
+    monkeypatch.setattr(_file_blocks, "_blocks", noted)
+    box = whole_box((500,))
+    shards = [FileShard(box, torch.int32, path, begin, 1024) for begin in begins]
+    found = wholes([StoredTensor((500,), torch.int32, (shard,)) for shard in shards])
+    assert (opened, asked) == ([path], sorted(begins))
+    content = path.read_bytes()
+    for begin, tensor in zip(begins, found, strict=True):
+        assert tensor.numpy().tobytes() == content[begin : begin + 2000]
