@@ -122,3 +122,17 @@ class Registry:
 
 def _origin(registered: Callable[..., Any]) -> str:
     return f"{registered.__module__}.{registered.__qualname__}"
+
+
+# A name that is not registered is looked up in the library that usually has it, which is imported then:
+# `OPTIMIZERS.get_module("AdamW")` is `torch.optim.AdamW`.
+LAYERS = Registry("layers", ["torch.nn"])
+LOSSES = Registry("losses", ["torch.nn"])
+OPTIMIZERS = Registry("optimizers", ["torch.optim"])
+LR_SCHEDULERS = Registry("lr_schedulers", ["torch.optim.lr_scheduler"])
+MODELS = Registry("models", ["torchvision.models"])
+DATASETS = Registry("datasets", ["torchvision.datasets"])
+GRADIENT_HANDLER = Registry("gradient_handler")
+HOOKS = Registry("hooks")
+SCHEDULE = Registry("schedule")
+DIST_GROUP_INITIALIZER = Registry("dist_group_initializer")
