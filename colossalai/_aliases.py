@@ -1,4 +1,4 @@
-"""Other documented spellings of modules: one table, one import finder, no shim files.
+"""Other documented spellings: a table of modules with one import finder, a table of names, no shim files.
 
 The finder also says of documented modules and names that have not landed what to use instead: `from a import
 b` asks for the module `a.b` where the package `a` has no `b`.
@@ -70,6 +70,20 @@ ALIASES: Mapping[str, str] = {
     "colossalai.utils.timer": "colossalai.trainer._timer",
 }
 """From a documented module to the module that is its home."""
+
+NAMES: Mapping[str, Mapping[str, str]] = {
+    "colossalai.nn.layer.moe": {
+        "load_moe_model": "colossalai.runtime",
+        "save_moe_model": "colossalai.runtime",
+    },
+    "colossalai.nn.parallel": {
+        "GeminiDDP": "colossalai.zero",
+        "ZeroDDP": "colossalai.zero",
+        "zero_model_wrapper": "colossalai.zero",
+        "zero_optim_wrapper": "colossalai.zero",
+    },
+}
+"""Documented names of a package whose home is a package that imports it, imported at the first access."""
 
 
 class AliasFinder(MetaPathFinder):

@@ -128,6 +128,17 @@ def forbidden_neighbours(package: Package) -> Iterator[str]:
             yield f"{module.relative_path}:{imported.line}: {source} knows tensors only, not {target}"
 
 
+def homes_in_other_packages(package: Package) -> Iterator[str]:
+    """The lazy names of a package have their homes in it: other homes are aliases, in `_aliases.NAMES`."""
+    for module in package.modules.values():
+        own = _sub_package(module.name)
+        if not module.is_package or FLOORS.get(own) == TOP:
+            continue
+        for node in ast.walk(module.tree):
+            if _is_text(node) and node.value in package.modules and _sub_package(node.value) != own:
+                yield f"{module.relative_path}:{node.lineno}: {node.value} is the home of an alias"
+
+
 def wrong_targets(package: Package) -> Iterator[str]:
     """What is imported exists, and under its own name."""
     for module, imported in _all_imports(package):
@@ -240,6 +251,7 @@ def late_askers(package: Package) -> Iterator[str]:
 RULES: tuple[Callable[[Package], Iterator[str]], ...] = (
     upward_imports,
     forbidden_neighbours,
+    homes_in_other_packages,
     wrong_targets,
     cycles,
     missing_inits,

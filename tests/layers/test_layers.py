@@ -96,6 +96,10 @@ PLANTED = {
         {"nn/optimizer/_a.py": "import colossalai.zero"},
         "nn.optimizer knows tensors only, not zero",
     ),
+    "home in another package": (
+        {"nn/__init__.py": "_HOMES = {'x': 'colossalai.zero'}\ndef __getattr__(name): ..."},
+        "nn/__init__.py:1: colossalai.zero is the home of an alias",
+    ),
     "alias": ({"nn/_a.py": "from colossalai.context import config"}, "colossalai.context.config is an alias"),
     "nowhere": ({"nn/_a.py": "from colossalai.context._nowhere import x"}, "there is no module"),
     "cycle of modules": (

@@ -1,11 +1,11 @@
 """Data parallelism: ways to keep replicas equal, or to share one model among them.
 
-The wrappers of ZeRO, which stands on this package, come when they are asked for.
+The documented names of ZeRO's wrappers are aliases (`NAMES` of `colossalai._aliases`).
 """
 
-from functools import partial
-from typing import TYPE_CHECKING
+from typing import Any
 
+from colossalai._aliases import NAMES
 from colossalai._lazy import find_name
 from colossalai.nn.parallel._applied_model import AppliedModel as AppliedModel
 from colossalai.nn.parallel._applied_model import updates_after_step as updates_after_step
@@ -25,13 +25,7 @@ from colossalai.nn.parallel._ddp import Replicated as Replicated
 from colossalai.nn.parallel._ddp import Unsynchronized as Unsynchronized
 from colossalai.nn.parallel._fsdp import FullySharded as FullySharded
 
-if TYPE_CHECKING:
-    from colossalai.zero import GeminiDDP as GeminiDDP
-    from colossalai.zero import ZeroDDP as ZeroDDP
-    from colossalai.zero import zero_model_wrapper as zero_model_wrapper
-    from colossalai.zero import zero_optim_wrapper as zero_optim_wrapper
-else:
-    _HOMES = dict.fromkeys(
-        ("GeminiDDP", "ZeroDDP", "zero_model_wrapper", "zero_optim_wrapper"), "colossalai.zero"
-    )
-    __getattr__ = partial(find_name, __name__, _HOMES)
+
+def __getattr__(name: str) -> Any:
+    """Import an alias at its first access (PEP 562)."""
+    return find_name(__name__, NAMES[__name__], name)

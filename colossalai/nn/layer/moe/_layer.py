@@ -11,8 +11,7 @@ from colossalai.communication import outside_graphs
 from colossalai.context import MOE_CONTEXT
 from colossalai.nn.layer.moe._balance import auxiliary_loss
 from colossalai.nn.layer.moe._experts import Experts, MoeExperts
-from colossalai.nn.layer.moe._noise import NormalNoiseGenerator, UniformNoiseGenerator
-from colossalai.nn.layer.moe._router import MoeRouter, Noise
+from colossalai.nn.layer.moe._router import MoeRouter, Noise, NormalNoiseGenerator, UniformNoiseGenerator
 from colossalai.nn.layer.moe._top import Top1Router, Top2Router, TopKRouter
 
 

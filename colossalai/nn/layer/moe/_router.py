@@ -1,9 +1,14 @@
 """Routers: from the logits of a gate to the experts of each token, and by how much their results count.
 
 Logits are taken in float32 or better, whatever the model is in: a softmax over many experts in 16 bits cannot
-tell the second from the third.
+tell the second from the third. Noise on the logits tries experts that are nearly chosen. Ranks that hold
+different tokens draw different noise, those that share tokens (along `tp`) the same
+(`context.drawing_by_batch`).
+
+The capacity of an expert is the number of choices of a rank that it serves (2006.16668).
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.context import drawing_by_batch
-from colossalai.nn.layer.moe._capacity import capacity_of, serve
 
 Noise = Callable[[Tensor], Tensor]
 """From logits to logits with noise."""
@@ -158,3 +162,86 @@ def greatest(scores: Tensor, num_choices: int) -> Tensor:
         if number + 1 < num_choices:
             left = left.scatter(1, found[-1], -torch.inf)
     return torch.cat(found, 1)
+
+
+class NormalNoiseGenerator:
+    """Adds normal noise of mean 0 and standard deviation 1 / experts to logits (1701.06538).
+
+    Args:
+        num_experts: The number of experts.
+
+    Raises:
+        ValueError: `num_experts` is not positive.
+    """
+
+    def __init__(self, num_experts: int) -> None:
+        if num_experts < 1:
+            raise ValueError(f"num_experts is {num_experts}; it must be at least 1")
+        self.num_experts = num_experts
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return logits of any shape with noise."""
+        return logits + torch.randn_like(logits) / self.num_experts
+
+
+class UniformNoiseGenerator:
+    """Multiplies logits by uniform noise from 1 - eps to 1 + eps: the jitter of 2101.03961.
+
+    Args:
+        eps: How far the factors reach.
+
+    Raises:
+        ValueError: `eps` is negative.
+    """
+
+    def __init__(self, eps: float = 1e-2) -> None:
+        if eps < 0:
+            raise ValueError(f"eps is {eps}; it must not be negative")
+        self.eps = eps
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """Return logits of any shape with noise."""
+        return logits * torch.empty_like(logits).uniform_(1 - self.eps, 1 + self.eps)
+
+
+def capacity_of(*, num_tokens: int, num_experts: int, num_choices: int, factor: float, least: int) -> int:
+    """Return how many choices an expert serves: choices x tokens x factor / experts, rounded up to be even.
+
+    Args:
+        num_tokens: The tokens of this rank.
+        num_experts: Over all ranks.
+        num_choices: The choices of a token.
+        factor: 1 if each expert serves its share and no more.
+        least: What it is at least.
+    """
+    from fractions import Fraction  # which imports decimal: jobs without experts do without
+
+    # As a fraction: 20 x 1.1 is 22, and a little more in floating point.
+    share = math.ceil(Fraction(str(factor)) * num_choices * num_tokens / num_experts)
+    capacity = max(share, least)
+    return capacity + capacity % 2
+
+
+def serve(experts: Tensor, num_experts: int, capacity: int, *, order: Tensor | None = None) -> Tensor:
+    """Return which choices are served, (tokens, choices).
+
+    First choices come before all second ones, and so on; among equals who comes first is served first.
+
+    Args:
+        experts: (tokens, choices): the chosen experts.
+        num_experts: How many there are.
+        capacity: How many choices an expert serves.
+        order: (tokens,): the tokens in the order in which they come; default: as they are.
+    """
+    num_tokens, num_choices = experts.shape
+    if order is not None:
+        served = torch.empty_like(experts, dtype=torch.bool)
+        served[order] = serve(experts[order], num_experts, capacity)
+        return served
+    queue = experts.t().reshape(-1)  # by choice, then by token
+    by_expert = torch.argsort(queue, stable=True)
+    counts = torch.bincount(queue, minlength=num_experts)
+    before = (counts.cumsum(0) - counts)[queue[by_expert]]  # how many there are for smaller experts
+    places = torch.empty_like(queue)
+    places[by_expert] = torch.arange(len(queue), device=queue.device) - before
+    return (places < capacity).view(num_choices, num_tokens).t()
