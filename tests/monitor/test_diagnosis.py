@@ -3,13 +3,16 @@
 import dataclasses
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from colossalai.monitor._calls import CallRecord
 from colossalai.monitor._diagnosis import diagnose
 from colossalai.monitor._hang_report import write_notice, write_report
+from colossalai.monitor._peer_processes import DIED
 from colossalai.monitor._rank_report import RankReport
+from colossalai.monitor._watchdog import Watchdog
 
 pytestmark = pytest.mark.unit
 
@@ -187,3 +190,18 @@ def test_an_answer_survives_the_store():
     said = answer(1, wait(), reached={"dp": 3})
     said.gone[3] = "has died"
     assert RankReport.from_json(said.to_json()) == said
+
+
+def test_a_rank_that_leaves_while_it_is_looked_at_has_not_died():
+    """It notes in the store that it leaves, and then its process ends."""
+    left = {}
+
+    def ends():
+        left["left/1"] = "has left the job: its script has ended it"
+        return DIED
+
+    process = SimpleNamespace(place="here", name="(host, pid 7)", trouble=ends)
+    watchdog = object.__new__(Watchdog)
+    watchdog._rank, watchdog._process, watchdog._known = 0, process, {0: process, 1: process}
+    watchdog._store = SimpleNamespace(text=lambda key: left.get(key, ""))
+    assert watchdog._troubles() == ["rank 1 (host, pid 7) has left the job: its script has ended it"]
