@@ -35,8 +35,8 @@ A tensor on its way to disk and back, in the terms of this package:
 | `TensorMetadata` | shape and dtype of a global tensor | `resharding/_tensors` |
 | `ShardedTensor` | in the memory of ranks: which of them hold which box, and views of our own | the same |
 | `StoredTensor` | in a checkpoint: `StoredShard`s, boxes of which any part can be read | the same |
-| `FlatStateDict` | such tensors by name, and a JSON tree of all else in a state dict | `_state` |
-| `WriteItem` | a box that one rank writes; `WriteResult`: what it has written | `formats/_sharded_writer` |
+| `FlatStateDict` | such tensors by name, and a JSON tree of all else in a state dict | the same |
+| `WriteItem` | a box that one rank writes; `WriteResult`: what it has written | `formats/_sharded_folder` |
 | `SavePlan` | the items of all ranks, and the small files of a training state | `_save_plan` |
 | `ModelLoadPlan` | a checkpoint compared with a model, ready to be copied into it | `_model` |
 | `OptimizerLoadPlan` | the same of an optimizer | `_optimizer` |
@@ -53,8 +53,6 @@ from colossalai.checkpoint_io._checkpoint_io import GeneralCheckpointIO as Gener
 from colossalai.checkpoint_io._collective import called_by_all_ranks as called_by_all_ranks
 from colossalai.checkpoint_io._collective import on_every_rank as on_every_rank
 from colossalai.checkpoint_io._collective import on_writer as on_writer
-from colossalai.checkpoint_io._global_plan import set_prefix as set_prefix
-from colossalai.checkpoint_io._global_plan import set_tied_names as set_tied_names
 from colossalai.checkpoint_io._model import MODEL as MODEL
 from colossalai.checkpoint_io._model import ModelLoadPlan as ModelLoadPlan
 from colossalai.checkpoint_io._model import OpenedModel as OpenedModel
@@ -72,7 +70,8 @@ from colossalai.checkpoint_io._retention import step_folder as step_folder
 from colossalai.checkpoint_io._single_file import load_checkpoint as load_checkpoint
 from colossalai.checkpoint_io._single_file import save_checkpoint as save_checkpoint
 from colossalai.checkpoint_io._state import LoadReport as LoadReport
-from colossalai.checkpoint_io._state import names_by_tensor as names_by_tensor
+from colossalai.checkpoint_io._state import set_prefix as set_prefix
+from colossalai.checkpoint_io._state import set_tied_names as set_tied_names
 from colossalai.checkpoint_io._training_state import TrainingState as TrainingState
 from colossalai.checkpoint_io._training_state import latest_training_state as latest_training_state
 from colossalai.checkpoint_io._training_state import load_training_state as load_training_state
@@ -83,6 +82,7 @@ from colossalai.checkpoint_io.formats import load_lr_scheduler as load_lr_schedu
 from colossalai.checkpoint_io.formats import save_lr_scheduler as save_lr_scheduler
 from colossalai.checkpoint_io.resharding import StoredTensor as StoredTensor
 from colossalai.checkpoint_io.resharding import fill as fill
+from colossalai.checkpoint_io.resharding import names_by_tensor as names_by_tensor
 from colossalai.checkpoint_io.storage import atomic_file as atomic_file
 from colossalai.checkpoint_io.storage import atomic_folder as atomic_folder
 from colossalai.checkpoint_io.storage import check_saves as check_saves

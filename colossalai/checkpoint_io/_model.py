@@ -22,34 +22,31 @@ import torch
 from torch import nn
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
-from colossalai.checkpoint_io._global_plan import (
-    LocalState,
-    gather_states,
+from colossalai.checkpoint_io._hugging_face_index import Stems
+from colossalai.checkpoint_io._save_plan import LocalState, gather_states
+from colossalai.checkpoint_io._single_experts import with_fused_experts
+from colossalai.checkpoint_io._state import (
+    FileLayout,
+    Kind,
+    LoadReport,
     merge_by_name,
     names_elsewhere,
     prefix_of,
     tied_names,
-)
-from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io._single_experts import with_fused_experts
-from colossalai.checkpoint_io._state import (
-    FileLayout,
-    FlatStateDict,
-    Kind,
-    LoadReport,
-    ShardedStateDict,
-    StoredStateDict,
-    names_by_tensor,
     without_common_prefix,
     without_prefix,
 )
 from colossalai.checkpoint_io.formats import load_state, save_sharded, save_whole
 from colossalai.checkpoint_io.resharding import (
+    FlatStateDict,
+    ShardedStateDict,
+    StoredStateDict,
     StoredTensor,
     TensorMetadata,
     fill,
     gathered,
     in_full_precision,
+    names_by_tensor,
     new_like,
     note_filled,
     pack,
@@ -181,7 +178,7 @@ class ModelLoadPlan:
         try:
             yield
         finally:
-            note_filled(tensor for tensor, _ in self.copies)
+            note_filled([tensor for tensor, _ in self.copies])
 
     def apply(self) -> None:
         """Overwrite the model; no communication: every rank reads its own slices, inside of `noted`."""
@@ -246,7 +243,8 @@ def plan_model_loading(
     stored: dict[str, Any] = dict(stored_values(state))
     if rename is not None:
         stored = rename(stored, all_names)
-    stored = with_fused_experts(stored, all_names)
+    if not stored.keys() >= all_names:
+        stored = with_fused_experts(stored, all_names)
     if saved_prefix is None:
         stored = without_common_prefix(stored, all_names, groups)
     else:

@@ -14,7 +14,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
-from colossalai.checkpoint_io._global_plan import gather_states, names_elsewhere
 from colossalai.checkpoint_io._optimizer_state import (
     OPTIMIZER,
     ParamNames,
@@ -24,11 +23,13 @@ from colossalai.checkpoint_io._optimizer_state import (
     opened,
     stored_content,
 )
-from colossalai.checkpoint_io._state import FileLayout, StoredStateDict, common_prefix
+from colossalai.checkpoint_io._save_plan import gather_states
+from colossalai.checkpoint_io._state import FileLayout, common_prefix, names_elsewhere
 from colossalai.checkpoint_io.formats import load_state, save_sharded, save_whole
 from colossalai.checkpoint_io.resharding import (
+    StoredStateDict,
     StoredTensor,
-    is_cut_by_spec,
+    cut_by_specs,
     new_states,
     pack,
     unpack,
@@ -213,7 +214,7 @@ def _state_misfits(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> Iterator[str]:
     """Yield the states of which it is not known how to cut them."""
-    sliced = {name for name, param in named.items() if is_cut_by_spec(param)}
+    sliced = cut_by_specs(named)
     for name in filter(sliced.__contains__, states):
         strange = [
             f"{key} {stored.shape}"

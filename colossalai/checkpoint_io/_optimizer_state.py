@@ -18,10 +18,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
-from colossalai.checkpoint_io._global_plan import LocalState, merge_by_name, prefix_of, tied_names
 from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io._state import FlatStateDict, Kind
+from colossalai.checkpoint_io._save_plan import LocalState
+from colossalai.checkpoint_io._state import Kind, merge_by_name, prefix_of, tied_names
 from colossalai.checkpoint_io.resharding import (
+    FlatStateDict,
     TensorMetadata,
     pack,
     shards_of_states,

@@ -1,22 +1,37 @@
-"""Save plan of a training state: what is to be written, and which rank writes what of it.
+"""Save plan: the state of all ranks together, which rank writes which shards of it, and its execution.
 
-To make one takes collectives; to write one takes none but the agreement of the ranks, so it can be written in
-the background.
+A checkpoint is of the whole. So before it is written, the ranks send each other names, shapes, dtypes and
+boxes of their tensors, no values. Then every rank knows the content of the checkpoint, and which ranks have
+which part of it. Making a plan takes collectives; writing one takes none but the agreement of the ranks, so
+it can be written in the background.
+
+[Note: one short exchange]
+Where all ranks hold the same (plain data parallelism), digests of 64 letters are equal, and nothing else is
+sent. Only where digests differ do the ranks send the descriptions themselves. All states of a save share the
+exchange, and the small values of each rank travel with it.
 """
 
+import hashlib
+import json
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from colossalai._version import __version__
-from colossalai.checkpoint_io._collective import COLLECTIVE, Agreement, FullDiskError, global_rank
+from colossalai.checkpoint_io._collective import (
+    COLLECTIVE,
+    Agreement,
+    FullDiskError,
+    gather,
+    global_rank,
+    results,
+)
 from colossalai.checkpoint_io._retention import make_room, make_way, next_serial, remove_retired, retire
-from colossalai.checkpoint_io._state import FlatStateDict
 from colossalai.checkpoint_io.formats import (
     WriteItem,
     WriteResult,
@@ -26,16 +41,162 @@ from colossalai.checkpoint_io.formats import (
     write_sharded_index,
     write_torch,
 )
-from colossalai.checkpoint_io.resharding import TensorMetadata, with_own_memory
+from colossalai.checkpoint_io.resharding import (
+    FlatStateDict,
+    ShardedStateDict,
+    ShardedTensor,
+    TensorMetadata,
+    pack,
+    unpack,
+    with_local_shards,
+    with_own_memory,
+)
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     FileEntry,
     HostCopies,
     Json,
     Manifest,
+    of_kind,
     write_manifest,
     write_shared_folder,
 )
+from colossalai.tensor import Box
+
+Content: TypeAlias = dict[str, Any]
+"""Nested dicts and lists with what stands for tensors."""
+
+
+@dataclass(frozen=True)
+class LocalState:
+    """State of a model or an optimizer on this rank.
+
+    Attributes:
+        content: Returns nested dicts and lists with tensors, or their local shards.
+        merge: Makes one content out of those of all ranks, in their order. Of entries that several ranks
+            have, the first rank's are taken.
+        flatten: Takes a content apart; a tensor has the same name on all ranks.
+    """
+
+    content: Callable[[], Content]
+    merge: Callable[[Sequence[Content]], Content]
+    flatten: Callable[[Content], ShardedStateDict]
+
+
+def gather_states(
+    *states: LocalState, values: Callable[[], Any] = lambda: None
+) -> tuple[list[ShardedStateDict], list[Any]]:
+    """Return each state over all ranks as a flat state dict, and the values of all ranks; collective.
+
+    See [Note: one short exchange].
+
+    Args:
+        *states: The states, as many on all ranks.
+        values: Returns a plain value, which is sent along with the digests. It is called first.
+
+    Raises:
+        ValueError: `values` or the content of a state raises it on some rank, or tensors of one name have
+            other shapes or dtypes on other ranks; on all ranks.
+    """
+    texts: list[str] = []
+    own: list[ShardedStateDict] = []
+
+    def describe() -> tuple[list[str], Any]:
+        value = values()
+        for state in states:
+            content = with_local_shards(state.content())
+            texts.append(_described(content))
+            own.append(state.flatten(content))
+        return [hashlib.sha256(text.encode()).hexdigest() for text in texts], value
+
+    digests, found = zip(*results(describe), strict=True)  # the one exchange, of plain values
+    differing = [number for number, same in enumerate(zip(*digests, strict=True)) if len(set(same)) > 1]
+    # All ranks have compared the same digests, so all of them send descriptions or none does.
+    described = gather([texts[number] for number in differing]) if differing else []
+    whole = [_held_by_all(state, len(found)) for state in own]
+    for place, number in enumerate(differing):
+        contents = [_content_of(of_rank[place], rank) for rank, of_rank in enumerate(described)]
+        whole[number] = _merged(states[number], own[number], contents)
+    return whole, list(found)
+
+
+def _merged(state: LocalState, own: ShardedStateDict, contents: Sequence[Content]) -> ShardedStateDict:
+    """Return the state dict of ranks that hold different tensors, or different shards."""
+    tables = [state.flatten(content).tensors for content in contents]
+    _refuse_disagreement(tables)  # every rank compares the same, so all of them raise or none
+    merged = state.flatten(state.merge(contents))
+    found: dict[int, ShardedTensor] = {}
+    for name, tensor in merged.tensors.items():
+        if id(tensor) not in found:
+            shards = own.tensors[name].shards if name in own.tensors else {}
+            held_by = _ranks_of([table[name] for table in tables if name in table])
+            found[id(tensor)] = replace(tensor, shards=shards, ranks_of=held_by)
+    return FlatStateDict({name: found[id(tensor)] for name, tensor in merged.tensors.items()}, merged.tree)
+
+
+def _held_by_all(own: ShardedStateDict, num_ranks: int) -> ShardedStateDict:
+    """Return the state dict of ranks that hold the same, each all of it."""
+    found: dict[int, ShardedTensor] = {}
+    for tensor in own.tensors.values():
+        # Values that may differ are taken from the first rank; tied names keep one tensor.
+        ranks = (0,) if tensor.may_differ else tuple(range(num_ranks))
+        found[id(tensor)] = replace(tensor, ranks_of=dict.fromkeys(tensor.shards, ranks))
+    return FlatStateDict({name: found[id(tensor)] for name, tensor in own.tensors.items()}, own.tree)
+
+
+def _described(content: Content) -> str:
+    """Return a content as JSON: its tree, the name of each tensor's row, and the rows; no values."""
+    tree, tensors = pack(content)
+    numbers: dict[int, int] = {}
+    rows: list[Any] = []
+    names: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        assert isinstance(tensor, ShardedTensor), "local shards stand for all tensors"
+        if id(tensor) not in numbers:
+            numbers[id(tensor)] = len(rows)
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            boxes = [[box.offsets, box.sizes] for box in tensor.shards]
+            rows.append([tensor.shape, dtype, boxes, tensor.may_differ])
+        names[name] = numbers[id(tensor)]
+    return json.dumps([tree, names, rows], separators=(",", ":"))
+
+
+def _content_of(text: str, rank: int) -> Content:
+    """Return the content that a rank has described; its tensors say which boxes that rank holds."""
+    tree, names, rows = json.loads(text)
+    tensors = []
+    for shape, dtype, boxes, may_differ in rows:
+        held = {Box(tuple(offsets), tuple(sizes)): (rank,) for offsets, sizes in boxes}
+        found = getattr(torch, dtype)
+        if not isinstance(found, torch.dtype):
+            raise ValueError(f"there is no dtype {dtype!r}")
+        tensors.append(ShardedTensor(tuple(shape), found, {}, may_differ, held))
+    content = unpack(tree, {name: tensors[number] for name, number in names.items()})
+    return of_kind(content, dict, "content")
+
+
+def _ranks_of(tensors: Sequence[ShardedTensor]) -> dict[Box, tuple[int, ...]]:
+    """Return for each box the ranks whose values of it can be saved; tensors are in the order of ranks."""
+    ranks: dict[Box, tuple[int, ...]] = {}
+    for tensor in tensors:
+        for box, holding in tensor.ranks_of.items():
+            if box not in ranks or not tensor.may_differ:
+                ranks[box] = ranks.get(box, ()) + holding
+    return ranks
+
+
+def _refuse_disagreement(tables: Sequence[Mapping[str, ShardedTensor]]) -> None:
+    """Refuse tensors of one name that are of other shapes or dtypes on other ranks; the same on all ranks."""
+    first: dict[str, tuple[int, ShardedTensor]] = {}
+    for rank, table in enumerate(tables):
+        for name, tensor in table.items():
+            other_rank, other = first.setdefault(name, (rank, tensor))
+            if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+                raise ValueError(
+                    f"{name} is {other.shape} {other.dtype} on rank {other_rank} and {tensor.shape} "
+                    f"{tensor.dtype} on rank {rank}: parts of one tensor must agree, other tensors need "
+                    f"other names"
+                )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks, on_every_rank
-from colossalai.checkpoint_io._global_plan import gather_states, names_elsewhere
 from colossalai.checkpoint_io._model import (
     MODEL,
     ModelLoadPlan,
@@ -28,6 +27,8 @@ from colossalai.checkpoint_io._optimizer_state import (
     opened,
     parameter_names,
 )
+from colossalai.checkpoint_io._save_plan import gather_states
+from colossalai.checkpoint_io._state import names_elsewhere
 from colossalai.checkpoint_io.formats import Stateful, read_plain, state_of, write_torch_states
 from colossalai.checkpoint_io.resharding import plain, with_own_memory
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, atomic_file, listed, staged

@@ -1,46 +1,27 @@
-"""Flat state dict: tensors by name and a tree of the plain values, and how its names fit those of a model.
+"""Kinds of checkpoints and their files, and the names of tensors in models and checkpoints.
 
-What is saved (a model, an optimizer) comes as a flat dictionary of tensors, which may be sharded, and a JSON
-tree (see `resharding/_tree`). A `Kind` says what its files are called and how the two parts look inside a
-single torch file, where users expect the shape that `torch.save` of a state dict would give. A `FileLayout`
-says which files there shall be.
+A model or an optimizer is saved as a flat state dict: tensors, which can be sharded, and a JSON tree (see
+`resharding/_tree`). A `Kind` has the names of its files and the form of the two parts in a single torch file,
+where users expect that of `torch.save` of a state dict. A `FileLayout` selects the files.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Set
+import hashlib
+import json
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
+from torch import nn
 
+from colossalai.checkpoint_io._collective import gather, results
 from colossalai.checkpoint_io._hugging_face_index import Stems
-from colossalai.checkpoint_io.resharding import ShardedTensor, StoredTensor, TensorMetadata
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, Json, listed
+from colossalai.checkpoint_io.resharding import FlatStateDict, TensorMetadata
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
+from colossalai.tensor import CHECKPOINT_PREFIX, CHECKPOINT_TIED_NAMES
 
-TensorT = TypeVar("TensorT", bound=torch.Tensor | TensorMetadata, covariant=True)
+T = TypeVar("T")
 TREE_KEY = "colossalai"  # under it the tree stands in a safetensors header and in an index file
-
-
-@dataclass(frozen=True)
-class FlatStateDict(Generic[TensorT]):
-    """The content of a checkpoint.
-
-    Attributes:
-        tensors: By name: `ShardedTensor`s when they are to be saved, `StoredTensor`s when they were. Tied
-            names have one and the same.
-        tree: The plain values, as `pack` makes them.
-    """
-
-    tensors: Mapping[str, TensorT]
-    tree: Json
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all full tensors, tied ones counted once."""
-        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
-
-
-ShardedStateDict: TypeAlias = FlatStateDict[ShardedTensor]
-StoredStateDict: TypeAlias = FlatStateDict[StoredTensor]
 
 
 @dataclass(frozen=True)
@@ -114,14 +95,6 @@ class LoadReport:
         )
 
 
-def names_by_tensor(tensors: Mapping[str, object]) -> dict[str, list[str]]:
-    """Return the names of each tensor (a tied one has several), under the first of them."""
-    names: dict[int, list[str]] = {}
-    for name, tensor in tensors.items():
-        names.setdefault(id(tensor), []).append(name)
-    return {group[0]: group for group in names.values()}
-
-
 def common_prefix(stored: Collection[str], wanted: Collection[str]) -> str:
     """Return the prefix that all stored names have and the wanted ones lack, "" if they differ otherwise.
 
@@ -150,3 +123,59 @@ def without_common_prefix(
     further_names = {name for names in groups.values() for name in names[1:]}
     prefix = common_prefix(stored, wanted) or common_prefix(stored, wanted - further_names)
     return {name.removeprefix(prefix): value for name, value in stored.items()}
+
+
+def names_elsewhere(own_names: Callable[[], Sequence[Collection[str]]]) -> list[frozenset[str]]:
+    """Return of each list the names that other ranks hold and this one does not; collective.
+
+    Digests first, as most often they are equal; see [Note: one short exchange] in `_save_plan.py`.
+
+    Args:
+        own_names: Gives the lists of this rank, as many on all.
+
+    Raises:
+        ValueError: `own_names` raises it on some rank; on all ranks.
+    """
+    lists: list[list[str]] = []
+
+    def digest() -> str:
+        lists.extend(list(names) for names in own_names())
+        return hashlib.sha256(json.dumps(lists).encode()).hexdigest()
+
+    if len(set(results(digest))) == 1:
+        return [frozenset() for _ in lists]
+    everywhere = gather(lists)
+    return [
+        frozenset(name for lists_of_rank in everywhere for name in lists_of_rank[number]) - set(names)
+        for number, names in enumerate(lists)
+    ]
+
+
+def set_prefix(module: nn.Module, prefix: str) -> None:
+    """Set the prefix of a module's names in checkpoints, where other ranks use the same names for others."""
+    setattr(module, CHECKPOINT_PREFIX, prefix)
+
+
+def prefix_of(module: nn.Module) -> str:
+    """Return the prefix that `set_prefix` has set."""
+    prefix: str = getattr(module, CHECKPOINT_PREFIX, "")
+    return prefix
+
+
+def set_tied_names(param: nn.Parameter, names: Sequence[str]) -> None:
+    """Set the names of a parameter in the whole model, those on other ranks included; the first counts."""
+    setattr(param, CHECKPOINT_TIED_NAMES, tuple(names))
+
+
+def tied_names(tensor: object) -> tuple[str, ...]:
+    """Return the names that `set_tied_names` has set."""
+    return getattr(tensor, CHECKPOINT_TIED_NAMES, ())
+
+
+def merge_by_name(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:
+    """Return the entries of all parts; of several with one name the first."""
+    merged: dict[str, T] = {}
+    for part in parts:
+        for name, value in part.items():
+            merged.setdefault(name, value)
+    return merged

@@ -8,8 +8,8 @@ from torch import nn
 
 from colossalai.checkpoint_io._collective import called_by_all_ranks
 from colossalai.checkpoint_io._model import OpenedModel, fill_model, flat_state, model_state, stored_values
-from colossalai.checkpoint_io._state import FlatStateDict, LoadReport, names_by_tensor
-from colossalai.checkpoint_io.resharding import gathered, stored_views
+from colossalai.checkpoint_io._state import LoadReport
+from colossalai.checkpoint_io.resharding import FlatStateDict, gathered, names_by_tensor, stored_views
 from colossalai.context import Mesh
 from colossalai.tensor import as_memory
 

@@ -30,7 +30,6 @@ from colossalai.checkpoint_io._collective import (
     on_writer,
     results,
 )
-from colossalai.checkpoint_io._global_plan import gather_states, names_elsewhere
 from colossalai.checkpoint_io._model import (
     MODEL,
     ModelLoadPlan,
@@ -56,10 +55,10 @@ from colossalai.checkpoint_io._retention import (
     refuse_lost,
     step_folder,
 )
-from colossalai.checkpoint_io._save_plan import SavePlan, in_host_memory, write_training_state
-from colossalai.checkpoint_io._state import Kind, StoredStateDict
+from colossalai.checkpoint_io._save_plan import SavePlan, gather_states, in_host_memory, write_training_state
+from colossalai.checkpoint_io._state import Kind, names_elsewhere
 from colossalai.checkpoint_io.formats import Stateful, read_plain, share_out
-from colossalai.checkpoint_io.resharding import plain
+from colossalai.checkpoint_io.resharding import StoredStateDict, plain
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     MANIFEST,

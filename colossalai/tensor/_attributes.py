@@ -36,10 +36,10 @@ PIPELINE_SHARE = "pipeline_share"
 """A parameter: the stages that share it (`pipeline/stages/_tied_weights.py`)."""
 
 CHECKPOINT_PREFIX = "checkpoint_prefix"
-"""The module of a stage: what stands before its names in checkpoints (`checkpoint_io/_global_plan.py`)."""
+"""The module of a stage: what stands before its names in checkpoints (`checkpoint_io/_state.py`)."""
 
 CHECKPOINT_TIED_NAMES = "checkpoint_tied_names"
-"""A parameter: its names in the whole model (`checkpoint_io/_global_plan.py`)."""
+"""A parameter: its names in the whole model (`checkpoint_io/_state.py`)."""
 
 DDP_IGNORED = "_ddp_params_and_buffers_to_ignore"
 """A module, while DDP reads it: torch's own name for what it leaves alone (`nn/parallel/_ddp.py`)."""

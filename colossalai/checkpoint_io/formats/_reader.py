@@ -12,8 +12,8 @@ import torch
 
 from colossalai.checkpoint_io._collective import global_rank, num_ranks, on_every_rank
 from colossalai.checkpoint_io._hugging_face_index import find_weights, read_index
-from colossalai.checkpoint_io._state import TREE_KEY, FlatStateDict, Kind, StoredStateDict
-from colossalai.checkpoint_io.formats._sharded_index import read_sharded_index, refuse_lost_index
+from colossalai.checkpoint_io._state import TREE_KEY, Kind
+from colossalai.checkpoint_io.formats._sharded_folder import read_sharded_index, refuse_lost_index
 from colossalai.checkpoint_io.formats._single import (
     Format,
     detect_format,
@@ -21,7 +21,7 @@ from colossalai.checkpoint_io.formats._single import (
     read_torch,
     verify,
 )
-from colossalai.checkpoint_io.resharding import StoredTensor, stored_views
+from colossalai.checkpoint_io.resharding import FlatStateDict, StoredStateDict, StoredTensor, stored_views
 from colossalai.checkpoint_io.storage import INDEX, damage_named, listed, share_of_files, verify_file
 
 

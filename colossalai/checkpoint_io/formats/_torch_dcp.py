@@ -14,8 +14,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from colossalai.checkpoint_io._state import FlatStateDict, StoredStateDict
-from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor
+from colossalai.checkpoint_io.resharding import FlatStateDict, StoredShard, StoredStateDict, StoredTensor
 from colossalai.checkpoint_io.storage import refuse_strays
 from colossalai.tensor import Box
 

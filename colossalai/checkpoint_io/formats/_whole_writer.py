@@ -14,13 +14,15 @@ import torch.distributed as dist
 
 from colossalai.checkpoint_io._collective import global_rank, on_every_rank
 from colossalai.checkpoint_io._hugging_face_index import HuggingFaceIndex, index_text, plan_shards
-from colossalai.checkpoint_io._state import TREE_KEY, FileLayout, FlatStateDict, Kind, names_by_tensor
+from colossalai.checkpoint_io._state import TREE_KEY, FileLayout, Kind
 from colossalai.checkpoint_io.formats._safetensors import in_file_order, write_safetensors
 from colossalai.checkpoint_io.formats._torch_file import write_torch_stream
 from colossalai.checkpoint_io.resharding import (
+    FlatStateDict,
     ShardedTensor,
     StoredTensor,
     TensorMetadata,
+    names_by_tensor,
     with_tensors_named,
 )
 from colossalai.checkpoint_io.storage import (

@@ -6,9 +6,9 @@ tensors.
 """
 
 from colossalai.checkpoint_io.resharding._gather import gathered as gathered
+from colossalai.checkpoint_io.resharding._local_shards import cut_by_specs as cut_by_specs
 from colossalai.checkpoint_io.resharding._local_shards import fill as fill
 from colossalai.checkpoint_io.resharding._local_shards import in_full_precision as in_full_precision
-from colossalai.checkpoint_io.resharding._local_shards import is_cut_by_spec as is_cut_by_spec
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like
 from colossalai.checkpoint_io.resharding._local_shards import new_states as new_states
 from colossalai.checkpoint_io.resharding._local_shards import note_filled as note_filled
@@ -17,11 +17,15 @@ from colossalai.checkpoint_io.resharding._local_shards import shards_of_states a
 from colossalai.checkpoint_io.resharding._local_shards import whole_shapes as whole_shapes
 from colossalai.checkpoint_io.resharding._local_shards import with_local_shards as with_local_shards
 from colossalai.checkpoint_io.resharding._tensors import FileShard as FileShard
+from colossalai.checkpoint_io.resharding._tensors import FlatStateDict as FlatStateDict
+from colossalai.checkpoint_io.resharding._tensors import ShardedStateDict as ShardedStateDict
 from colossalai.checkpoint_io.resharding._tensors import ShardedTensor as ShardedTensor
 from colossalai.checkpoint_io.resharding._tensors import StoredShard as StoredShard
+from colossalai.checkpoint_io.resharding._tensors import StoredStateDict as StoredStateDict
 from colossalai.checkpoint_io.resharding._tensors import StoredTensor as StoredTensor
 from colossalai.checkpoint_io.resharding._tensors import TensorMetadata as TensorMetadata
 from colossalai.checkpoint_io.resharding._tensors import ViewShard as ViewShard
+from colossalai.checkpoint_io.resharding._tensors import names_by_tensor as names_by_tensor
 from colossalai.checkpoint_io.resharding._tensors import stored_view as stored_view
 from colossalai.checkpoint_io.resharding._tensors import stored_views as stored_views
 from colossalai.checkpoint_io.resharding._tensors import wholes as wholes

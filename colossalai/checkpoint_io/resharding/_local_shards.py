@@ -96,10 +96,10 @@ def shards_of_states(
     return found
 
 
-def is_cut_by_spec(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is not the whole, or not in torch's order, and its spec says how."""
-    spec = spec_of(tensor)
-    return spec is not None and not spec.is_identity
+def cut_by_specs(tensors: Mapping[str, torch.Tensor]) -> set[str]:
+    """Return the names of tensors that are slices, or not in torch's order, according to their specs."""
+    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
+    return {name for name, spec in specs.items() if spec is not None and not spec.is_identity}
 
 
 def whole_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:

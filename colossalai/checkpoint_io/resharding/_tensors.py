@@ -1,4 +1,4 @@
-"""Tensor metadata: a global tensor as ranks hold it (`ShardedTensor`), and stored (`StoredTensor`).
+"""Tensor metadata: a global tensor as ranks hold it (`ShardedTensor`), stored (`StoredTensor`), state dicts.
 
 The state dict of a model or an optimizer is a nested value with tensors in it. While it is saved or loaded,
 one of these stands in the place of each tensor: which boxes of the whole there are, and where their elements
@@ -11,11 +11,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, read_block_size, read_into
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, Json, read_block_size, read_into
 from colossalai.tensor import Box, block_boxes, whole_box
 
 
@@ -305,3 +305,37 @@ def stored_views(tensors: Mapping[str, torch.Tensor]) -> dict[str, StoredTensor]
         place = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
         found[name] = known.setdefault(place, stored_view(tensor))
     return found
+
+
+TensorT = TypeVar("TensorT", bound=torch.Tensor | TensorMetadata, covariant=True)
+
+
+@dataclass(frozen=True)
+class FlatStateDict(Generic[TensorT]):
+    """The content of a checkpoint.
+
+    Attributes:
+        tensors: By name: `ShardedTensor`s when they are to be saved, `StoredTensor`s when they were. Tied
+            names have one and the same.
+        tree: The plain values, as `pack` makes them.
+    """
+
+    tensors: Mapping[str, TensorT]
+    tree: Json
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all full tensors, tied ones counted once."""
+        return sum({id(tensor): tensor.nbytes for tensor in self.tensors.values()}.values())
+
+
+ShardedStateDict: TypeAlias = FlatStateDict[ShardedTensor]
+StoredStateDict: TypeAlias = FlatStateDict[StoredTensor]
+
+
+def names_by_tensor(tensors: Mapping[str, object]) -> dict[str, list[str]]:
+    """Return the names of each tensor (a tied one has several), under the first of them."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        names.setdefault(id(tensor), []).append(name)
+    return {group[0]: group for group in names.values()}

@@ -113,15 +113,15 @@ def sync(*paths: Path) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        still_moving()
+    still_moving()
 
 
 def sync_tree(folder: Path) -> None:
     """Put every file and folder below `folder` on disk, and `folder` itself."""
     for parent, _, names in os.walk(folder):
         # No link is followed, and no FIFO opened, which would wait: those are carried over, and not ours.
-        sync(*(path for name in names if stat.S_ISREG((path := Path(parent, name)).lstat().st_mode)))
-        sync(Path(parent))
+        files = [path for name in names if stat.S_ISREG((path := Path(parent, name)).lstat().st_mode)]
+        sync(*files, Path(parent))
 
 
 def _prepare(path: Path, num_bytes: int) -> Path:

@@ -8,10 +8,18 @@ import torch
 
 from colossalai.checkpoint_io._model import MODEL
 from colossalai.checkpoint_io._save_plan import SavePlan, write_training_state_alone
-from colossalai.checkpoint_io._state import FileLayout, FlatStateDict, StoredStateDict, names_by_tensor
+from colossalai.checkpoint_io._state import FileLayout
 from colossalai.checkpoint_io._training_state import random_files
 from colossalai.checkpoint_io.formats import WriteItem, save_whole
-from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor, plain, with_own_memory
+from colossalai.checkpoint_io.resharding import (
+    FlatStateDict,
+    StoredShard,
+    StoredStateDict,
+    StoredTensor,
+    names_by_tensor,
+    plain,
+    with_own_memory,
+)
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE, resolved
 from colossalai.checkpoint_io.tools._open import KINDS, Opened
 from colossalai.tensor import Box, whole_box

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from colossalai.checkpoint_io._state import FlatStateDict, StoredStateDict
-from colossalai.checkpoint_io.resharding import StoredShard, StoredTensor
+from colossalai.checkpoint_io.resharding import FlatStateDict, StoredShard, StoredStateDict, StoredTensor
 from colossalai.checkpoint_io.tools._open import Opened
 from colossalai.tensor import Box, block_boxes, is_tiled
 

@@ -13,7 +13,7 @@ from colossalai.checkpoint_io._hugging_face_index import find_weights, read_inde
 from colossalai.checkpoint_io._model import MODEL
 from colossalai.checkpoint_io._optimizer_state import OPTIMIZER, stored_content
 from colossalai.checkpoint_io._retention import check_state, is_like_a_state
-from colossalai.checkpoint_io._state import FlatStateDict, Kind, StoredStateDict
+from colossalai.checkpoint_io._state import Kind
 from colossalai.checkpoint_io.formats import (
     DCP_INDEX,
     DcpShard,
@@ -25,7 +25,7 @@ from colossalai.checkpoint_io.formats import (
     read_torch,
     state_of,
 )
-from colossalai.checkpoint_io.resharding import FileShard
+from colossalai.checkpoint_io.resharding import FileShard, FlatStateDict, StoredStateDict
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     INDEX,

@@ -13,15 +13,21 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io._state import FlatStateDict, ShardedStateDict, StoredStateDict
-from colossalai.checkpoint_io.formats import _sharded_index, _sharded_writer
-from colossalai.checkpoint_io.formats._sharded_index import (
+from colossalai.checkpoint_io.formats import _sharded_folder
+from colossalai.checkpoint_io.formats._sharded_folder import (
     file_of_rank,
+    index_of,
     read_sharded_index,
+    share_out,
+    write_items,
     write_sharded_index,
 )
-from colossalai.checkpoint_io.formats._sharded_writer import index_of, share_out, write_items
-from colossalai.checkpoint_io.resharding._tensors import ShardedTensor
+from colossalai.checkpoint_io.resharding._tensors import (
+    FlatStateDict,
+    ShardedStateDict,
+    ShardedTensor,
+    StoredStateDict,
+)
 from colossalai.checkpoint_io.storage._manifest import INDEX
 from colossalai.checkpoint_io.storage._untrusted import json_checksum
 from colossalai.tensor import Box, whole_box
@@ -38,8 +44,8 @@ FEW_BYTES = 48  # of a block, instead of megabytes: every tensor takes several
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_sharded_writer, "_BLOCK", FEW_BYTES)
-    monkeypatch.setattr(_sharded_index, "read_block_size", lambda buffer_size: FEW_BYTES)
+    monkeypatch.setattr(_sharded_folder, "_BLOCK", FEW_BYTES)
+    monkeypatch.setattr(_sharded_folder, "read_block_size", lambda buffer_size: FEW_BYTES)
 
 
 def read(folder: Path) -> StoredStateDict:

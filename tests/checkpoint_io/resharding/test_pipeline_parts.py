@@ -12,7 +12,7 @@ from torch import nn
 import colossalai
 from colossalai import checkpoint_io
 from colossalai.checkpoint_io import TrainingState, load_training_state, parameter_names, save_training_state
-from colossalai.checkpoint_io._global_plan import set_tied_names
+from colossalai.checkpoint_io._state import set_tied_names
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from colossalai.checkpoint_io.formats._sharded_writer import WriteItem, write_items
+from colossalai.checkpoint_io.formats._sharded_folder import WriteItem, write_items
 from colossalai.checkpoint_io.resharding._tensors import FileShard, StoredTensor, TensorMetadata, wholes
 from colossalai.checkpoint_io.storage import _file_blocks
 from colossalai.checkpoint_io.storage._file_blocks import WRITTEN, file_blocks
