@@ -1,7 +1,7 @@
 """The cache of gathered chunks: which of them this rank has, which are fetched, evicted and pinned.
 
 A chunk that is used is gathered, unless it is present; before that, other chunks are evicted until there is
-room for it: those of the guide's plan, and without a plan the least recently used. All ranks use chunks in
+room for it: those of the tracer's plan, and without a plan the least recently used. All ranks use chunks in
 the same order, so that the gathers are the same collectives; see _positions.py.
 """
 
@@ -19,11 +19,12 @@ from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
-from colossalai.zero.gemini.planning import Guide, Home, OtherBytes, Period, ResidencePlan, Trace
+from colossalai.zero.gemini._tracer import OtherBytes, Tracer
+from colossalai.zero.gemini.planning import Home, Period, ResidencePlan, Trace
 
 if TYPE_CHECKING:
     from colossalai.zero.gemini._method import AppliedChunks
-    from colossalai.zero.gemini._timeline import TimelineRecorder
+    from colossalai.zero.gemini._timeline import ChunkTimeline
 
 
 class ChunkCache:
@@ -36,8 +37,7 @@ class ChunkCache:
     Attributes:
         chunks: All of them, in the order of initialization.
         most_bytes: As given.
-        guide: The guide, which records and plans iterations; None: the least recently used chunks go.
-        recorder: The recorder of a timeline; None: none.
+        tracer: The tracer, which records and plans iterations; None: the least recently used chunks go.
         find_owner: Returns the applied data method; None if that has been freed.
         present_bytes: Of all gathered memory that is alive now, including memory that others hold.
         peak_bytes: The most of it so far.
@@ -50,8 +50,7 @@ class ChunkCache:
     def __init__(self, *, most_bytes: int, is_strict: bool = False) -> None:
         self.chunks: list[Chunk] = []
         self.most_bytes = most_bytes
-        self.guide: Guide | None = None
-        self.recorder: TimelineRecorder | None = None
+        self.tracer: Tracer | None = None
         self.find_owner: Callable[[], AppliedChunks | None] = lambda: None
         self.present_bytes = self.peak_bytes = self.num_gathers = self.num_blocks = 0
         self.gathered_at: dict[int, Chunk] = {}
@@ -85,29 +84,26 @@ class ChunkCache:
         """
         self._positions = GatherPositions(self.chunks, patience=patience)
 
-    def follow_guide(self) -> None:
-        """Record the next iteration."""
+    def start_planning(self) -> None:
+        """Record the next iteration, to plan from."""
         assert self.chunks, "a model without chunks has nothing to record"
-        self.guide = Guide(self.counter())
-
-    def counter(self) -> OtherBytes:
-        """Return what counts other memory: the guide's, if it has one."""
-        counter = None if self.guide is None else self.guide.counter
-        if counter is not None:
-            return counter
-        find = weakref.ref(self)
-
-        def is_model_data(storage: int) -> bool:
-            living = find()
-            return living is not None and (storage in living.gathered_at or storage in living.sections_at)
-
-        return OtherBytes(self.chunks[0].device, is_model_data)
+        self.tracer = Tracer(self._make_counter(), plans=True)
 
     def follow(self, plan: ResidencePlan, *, most_bytes: int) -> None:
         """Follow a plan from the next iteration on."""
-        assert self.guide is not None, "the plan is of what a guide has recorded"
+        assert self.tracer is not None, "a plan is made from a trace"
         self.most_bytes = most_bytes
-        self.guide.follow(plan)
+        self.tracer.follow(plan)
+
+    def set_timeline(self, timeline: "ChunkTimeline | None") -> None:
+        """Begin to record a timeline, or end it."""
+        if self.tracer is None:
+            self.tracer = Tracer(self._make_counter(), plans=False)
+        self.tracer.timeline = timeline
+        if timeline is None:
+            self.tracer.counter.stop()
+            if not self.tracer.plans:
+                self.tracer = None
 
     # When a parameter is used.
 
@@ -119,16 +115,14 @@ class ChunkCache:
             is_training: Whether it is a part of an iteration.
         """
         self._is_evaluating = not is_training
-        if is_training and self.guide is not None:
-            self.guide.begin_forward(inputs)
-        if is_training and (counter := self._active_counter) is not None:
-            counter.start()
+        if is_training and self.tracer is not None:
+            self.tracer.begin_forward(inputs)
 
     def end_forward(self) -> None:
         """End what `begin_forward` has begun."""
         self._is_evaluating = False
-        if (counter := self._active_counter) is not None:
-            counter.pause()
+        if self.tracer is not None:
+            self.tracer.end_forward()
 
     def pin(self, needed: Mapping[Chunk, str], func: Callable[..., Any]) -> None:
         """Fetch the chunks that a function takes, and keep them until `Chunk.end_use`; collective then.
@@ -176,10 +170,9 @@ class ChunkCache:
         if chunk.whole is not None and chunk.num_uses > 0:
             return chunk.whole  # pinned: further uses of it are not recorded
         period = None
-        if self.num_blocks == 0 and not self._is_evaluating:  # in an iteration
-            period = None if self.guide is None else self._use_on_trace(self.guide, chunk, needed)
-            if self.recorder is not None:  # after the guide, whom a peak is for
-                self.recorder.use(chunk.number, is_backward=_is_in_backward(), is_planned=self._has_plan)
+        if self.tracer is not None and self.num_blocks == 0 and not self._is_evaluating:  # in an iteration
+            held = self._held(needed)
+            period = self.tracer.use(chunk.number, held, is_backward=_is_in_backward())
         if period is not None:
             self._evict(other for other in list(self._present) if other.number not in period.present)
         if chunk.whole is None:
@@ -190,34 +183,33 @@ class ChunkCache:
         self._present.move_to_end(chunk)
         if period is not None:
             self._fetch_ahead(period)
-        if self.recorder is not None:
-            self.recorder.hold(self.present_bytes)
+        if self.tracer is not None:
+            self.tracer.hold(self.present_bytes)
         assert chunk.whole is not None
         return chunk.whole
 
     def keep_mean(self, chunk: Chunk, mean: torch.Tensor) -> torch.Tensor:
         """Return this rank's section of a mean gradient where the states of its chunk lie."""
         kept = chunk.keep_mean(mean)
-        if (counter := self._active_counter) is not None:
-            counter.forget(kept)
-        if self.recorder is not None and chunk.states_home is not Home.COMPUTE:
-            self.recorder.move(bytes_in=kept.nbytes if kept is mean else 0, bytes_out=kept.nbytes)
+        if self.tracer is not None:
+            self.tracer.keep(kept)
+            if chunk.states_home is not Home.COMPUTE:
+                self.tracer.move(bytes_in=kept.nbytes if kept is mean else 0, bytes_out=kept.nbytes)
         return kept
 
     def end_iteration(self) -> Trace | None:
-        """Hear that the gradients of a step are complete; return what was recorded, if it was."""
-        trace = None
-        if self.guide is not None:
-            trace = self.guide.end_iteration()
+        """End the iteration, whose gradients are complete; return its trace, if it was recorded."""
+        if self.tracer is None:
+            return None
+        trace = self.tracer.end_iteration()
+        if self.tracer.plans:
             self.chunks[0].tiers.give_back_freed()
-        if self.recorder is not None:
-            self.recorder.begin_step()
         return trace
 
     def end_step(self) -> None:
-        """Hear that the step has been made, whatever it has made of the values."""
-        if self.recorder is not None:
-            self.recorder.end_step(self.present_bytes)
+        """End the step, which may have been skipped."""
+        if self.tracer is not None:
+            self.tracer.end_step(self.present_bytes)
 
     def place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
         """Let the section of a chunk go to another tier; between two iterations.
@@ -306,10 +298,10 @@ class ChunkCache:
     def _start_gather(self, chunk: Chunk) -> tuple[torch.Tensor, Callable[[], object]]:
         """Begin to gather; return where it goes, and the wait; collective."""
         self.num_gathers += 1
-        if self.guide is not None:
+        if self.tracer is not None and self.tracer.plans:
             chunk.tiers.give_back_freed()
         make = partial(torch.empty, chunk.layout.numel, dtype=chunk.section.dtype, device=chunk.device)
-        whole = make() if (counter := self._active_counter) is None else counter.set_aside(make)
+        whole = make() if self.tracer is None else self.tracer.gather(make)
         storage = whole.untyped_storage()
         key, size = storage._cdata, storage.nbytes()
         self.gathered_at[key] = chunk
@@ -322,8 +314,8 @@ class ChunkCache:
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
         chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
         chunk.tiers.give_back([chunk.section])
-        if self.recorder is not None and chunk.home is not Home.COMPUTE:
-            self.recorder.move(bytes_in=chunk.section.nbytes)
+        if self.tracer is not None and chunk.home is not Home.COMPUTE:
+            self.tracer.move(bytes_in=chunk.section.nbytes)
         return self._positions.start(whole, chunk) if chunk.is_cut else lambda: None
 
     def _renew(self, chunk: Chunk) -> None:
@@ -377,33 +369,37 @@ class ChunkCache:
                 "(search_range_mb, min_chunk_size_mb)"
             )
 
-    # What the guide knows.
+    # With a tracer.
 
-    @property
-    def _active_counter(self) -> OtherBytes | None:
-        if self.recorder is not None:
-            return self.recorder.counter
-        return self.guide.counter if self.guide is not None and self.guide.is_counting else None
+    def _make_counter(self) -> OtherBytes:
+        find = weakref.ref(self)
+
+        def is_model_data(storage: int) -> bool:
+            living = find()
+            return living is not None and (storage in living.gathered_at or storage in living.sections_at)
+
+        return OtherBytes(self.chunks[0].device, is_model_data)
 
     @property
     def _has_plan(self) -> bool:
-        return self.guide is not None and self.guide.is_followed
+        return self.tracer is not None and self.tracer.is_followed
 
-    def _use_on_trace(self, guide: Guide, chunk: Chunk, needed: Collection[Chunk]) -> Period | None:
+    def _held(self, needed: Collection[Chunk]) -> set[int]:
+        """Return the numbers of the chunks that stay: pinned, needed, or in referenced memory."""
         held = {other.number for other in self._present if other.num_uses > 0}
         held |= {other.number for other in self.gathered_at.values() if other.whole is None}
         held -= {other.number for other in self._coming}
-        return guide.use(chunk.number, held | {other.number for other in needed})
+        return held | {other.number for other in needed}
 
     def _fetch_ahead(self, period: Period) -> None:
         """Start the gathers of the next use, and reading from disk for those after it."""
-        assert self.guide is not None
+        assert self.tracer is not None
         for number in period.ahead:
             chunk = self.chunks[number]
             if chunk.is_apart and chunk.whole is None and chunk not in self._coming:
                 self._coming[chunk] = self._start_gather(chunk)
         tiers = self.chunks[0].tiers
-        tiers.expect(self.chunks[number].section for number in self.guide.coming())
+        tiers.expect(self.chunks[number].section for number in self.tracer.coming())
 
     def _free(self, chunk: Chunk) -> None:
         chunk.free()

@@ -178,8 +178,8 @@ class ModelHooks:
             return handle.chunk, layout.shapes[index], layout.strides[index], layout.starts[index]
         cache = self.cache
         chunk = cache.gathered_at.get(storage)
-        if chunk is None and cache.guide is not None:  # a section that is the whole moves between iterations
-            chunk = cache.sections_at.get(storage)
+        if chunk is None and cache.tracer is not None and cache.tracer.plans:
+            chunk = cache.sections_at.get(storage)  # a section that is the whole moves between iterations
         if chunk is None or chunk.whole is None or chunk.whole.untyped_storage()._cdata != storage:
             # A node that saves its own result would keep itself alive until a backward.
             return tensor.detach() if tensor.grad_fn is not None else tensor

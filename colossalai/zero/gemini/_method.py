@@ -50,7 +50,7 @@ from colossalai.zero.gemini._search import ChunkSizes
 from colossalai.zero.gemini._section_weights import deal_out_cut_params, weights_in
 from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
-from colossalai.zero.gemini._timeline import ChunkContents, TimelineRecorder, contents_of
+from colossalai.zero.gemini._timeline import ChunkContents, ChunkTimeline, contents_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
 from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, ResidencePlan, Trace
 
@@ -265,7 +265,7 @@ class AppliedChunks(AppliedDataMethod):
         arriving.end()
         self.cache.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
-            self.cache.follow_guide()
+            self.cache.start_planning()
         self._chunk_of = {chunk.layout: chunk for chunk in self.cache.chunks}
         trained = {layout: kind.part for layout, kind in layouts.items() if kind.is_trained}
 
@@ -389,17 +389,17 @@ class AppliedChunks(AppliedDataMethod):
         """Return what this rank has of each chunk now."""
         return contents_of(self.cache.chunks, self._reducer, self._shards)
 
-    def set_recorder(self, recorder: TimelineRecorder | None) -> None:
+    def set_timeline(self, timeline: ChunkTimeline | None) -> None:
         """Begin to record a timeline, or end it."""
-        self.cache.recorder = recorder
-        # Without a guide, chunks that have no memory of their own are not fetched in a backward.
-        records_grads = recorder is not None and self.cache.guide is None
-        self._reducer.on_grad = self._record_grad if records_grads else None
+        self.cache.set_timeline(timeline)
+        tracer = self.cache.tracer
+        # Without a plan, chunks that have no memory of their own are not fetched in a backward.
+        self._reducer.on_grad = None if tracer is None or tracer.plans else self._record_grad
 
     def _record_grad(self, layout: FlatBucket) -> None:
-        chunk, recorder = self._chunk_of[layout], self.cache.recorder
-        if recorder is not None and not chunk.is_apart:
-            recorder.use(chunk.number, is_backward=True, is_planned=False)
+        chunk, tracer = self._chunk_of[layout], self.cache.tracer
+        if tracer is not None and not chunk.is_apart:
+            tracer.use(chunk.number, (), is_backward=True)
 
     def _keep_mean(self, layout: FlatBucket, mean: torch.Tensor) -> torch.Tensor:
         dtype = self._mean_dtypes.get(layout, layout.grad_dtype)
@@ -418,20 +418,20 @@ class AppliedChunks(AppliedDataMethod):
         if self._trace is None:
             return
         # Steps that were skipped can have had larger batches than the iteration that was recorded.
-        guide, trace, self._trace = self.cache.guide, self._trace, None
-        self._follow(self._plan_from(trace if guide is None or guide.trace is None else guide.trace))
+        tracer, trace, self._trace = self.cache.tracer, self._trace, None
+        self._follow(self._plan_from(trace if tracer is None or tracer.trace is None else tracer.trace))
 
     def _plan_for_larger(self) -> None:
         """Plan anew if the iteration took more memory on any rank than was planned for; collective."""
-        guide = self.cache.guide
-        if self._trace is not None or guide is None or guide.trace is None:  # alike on all ranks
+        tracer = self.cache.tracer
+        if self._trace is not None or tracer is None or tracer.trace is None:  # alike on all ranks
             return
-        has_grown = torch.tensor(guide.has_grown, dtype=torch.uint8, device=self.cache.chunks[0].device)
+        has_grown = torch.tensor(tracer.has_grown, dtype=torch.uint8, device=self.cache.chunks[0].device)
         if not all_reduce_in_place(has_grown, self._replicas, dist.ReduceOp.MAX).item():
             return
-        guide.has_grown = False
+        tracer.has_grown = False
         try:
-            plan = self._plan_from(guide.trace)
+            plan = self._plan_from(tracer.trace)
         except ValueError as error:
             get_dist_logger().warning(
                 f"a batch larger than those before took more than memory_budget: {error}. Training goes on "

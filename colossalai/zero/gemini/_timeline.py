@@ -30,7 +30,7 @@ from colossalai.zero._reducer import ShardedReducer
 from colossalai.zero._shards import Shards
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._hooks import handle_of, is_chunked
-from colossalai.zero.gemini.planning import Home, OtherBytes
+from colossalai.zero.gemini.planning import Home
 
 
 class Phase(enum.StrEnum):
@@ -161,25 +161,21 @@ def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
             f"no parameter of this {type(model).__name__} lies in a chunk: pass a model that has been "
             "through GeminiPlugin, GeminiDDP or zero_model_wrapper(zero_stage=3)"
         )
-    if cache.recorder is not None:
+    if cache.tracer is not None and cache.tracer.timeline is not None:
         raise ValueError(f"this {type(model).__name__} is being recorded already: leave one block out")
-    iterations: list[Iteration] = []
     owner = cache.find_owner()
     assert owner is not None, "a model that is recorded is alive"
-    recorder = TimelineRecorder(
+    iterations: list[Iteration] = []
+    timeline = ChunkTimeline(
         iterations,
-        cache.counter(),
         contents=lambda: [] if (living := cache.find_owner()) is None else living.contents(),
         memory_budget=owner.memory_budget,
     )
-    owner.set_recorder(recorder)
-    recorder.counter.listener = recorder.hear_peak
+    owner.set_timeline(timeline)
     try:
         yield iterations
     finally:
-        recorder.counter.listener = None
-        owner.set_recorder(None)
-        recorder.counter.stop()
+        owner.set_timeline(None)
 
 
 @dataclass(frozen=True)
@@ -250,12 +246,11 @@ def contents_of(
 Contents = Callable[[], list[ChunkContents]]
 
 
-class TimelineRecorder:
-    """Puts moments together of what a cache tells.
+class ChunkTimeline:
+    """The moments of iterations, put together from the records of a tracer.
 
     Args:
         iterations: Where iterations go.
-        counter: What counts other memory.
         contents: Returns what this rank has of each chunk now.
         memory_budget: Bytes of the compute tier; None for no bound.
     """
@@ -263,12 +258,10 @@ class TimelineRecorder:
     def __init__(
         self,
         iterations: list[Iteration],
-        counter: OtherBytes,
         *,
         contents: Contents,
         memory_budget: int | None,
     ) -> None:
-        self.counter = counter
         self._iterations = iterations
         self._contents = contents
         self._memory_budget = memory_budget
@@ -279,38 +272,35 @@ class TimelineRecorder:
         self._is_planned = True
 
     def use(self, chunk: int, *, is_backward: bool, is_planned: bool) -> None:
-        """Hear of a use, before the chunk is gathered; several times in a row is one use."""
+        """Add a use, before the chunk is gathered; several times in a row is one use."""
         if self._is_stepping:  # the step was skipped, as that of a loss scale after an overflow
             self._begin_anew()
         phase = Phase.BACKWARD if is_backward else Phase.FORWARD
-        self.counter.take_peak()  # what the guide has taken was heard then
         self._is_planned &= is_planned
         if self._current != (phase, chunk):
             self._close()
             self._current = (phase, chunk)
 
-    def hear_peak(self, num_bytes: int) -> None:
-        """Hear how many bytes of other memory there were at most since this was told."""
+    def add_other(self, num_bytes: int) -> None:
+        """Add the most bytes of other memory since the last call."""
         self._sizes["other_bytes"] = max(self._sizes["other_bytes"], num_bytes)
 
     def hold(self, gathered_bytes: int) -> None:
-        """Hear of gathered memory, when more has been gathered."""
+        """Add the bytes of gathered memory after a fetch."""
         self._sizes["gathered_bytes"] = max(self._sizes["gathered_bytes"], gathered_bytes)
 
     def move(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        """Hear that bytes have come from tiers below, or have gone there."""
+        """Add bytes that have come from tiers below, or have gone there."""
         self._sizes.update(bytes_in=bytes_in, bytes_out=bytes_out)
 
     def begin_step(self) -> None:
-        """Hear that the gradients are complete."""
-        self.counter.take_peak()
-        self.counter.stop()
+        """Begin the step, whose gradients are complete."""
         if self._current is not None:
             self._close()
             self._is_stepping = True
 
     def end_step(self, gathered_bytes: int) -> None:
-        """Hear that the step has been made, before anything moves; see [Note: the step].
+        """End the step, before any section moves; see [Note: the step].
 
         Args:
             gathered_bytes: Of chunks that are still there.
@@ -330,7 +320,7 @@ class TimelineRecorder:
         self._finish()
 
     def _close(self) -> None:
-        """End the moment that is under way; what was heard before the first use is left out."""
+        """End the current moment; records before the first use are left out."""
         if self._current is not None:
             phase, chunk = self._current
             sizes = {"gathered_bytes": 0, **self._sizes, **_at_home(self._contents())}

@@ -131,7 +131,7 @@ def of_policies(build: Callable[[], nn.Module], folder: str, accumulation: int, 
                 losses,
                 [chunk.home.name for chunk in cache.chunks],
                 [chunk.states_home.name for chunk in cache.chunks],
-                cache.guide is not None and cache.guide.is_followed,
+                cache.tracer is not None and cache.tracer.is_followed,
                 cache.num_gathers,
             )
         )
@@ -270,7 +270,7 @@ def with_batches(
             optimizer.step()
             losses.append(loss.item())
             homes.append([home.name for chunk in cache.chunks for home in (chunk.home, chunk.states_home)])
-            peaks.append(max(cache.guide.trace.other_bytes) if cache.guide else 0)
+            peaks.append(max(cache.tracer.trace.other_bytes) if cache.tracer else 0)
     return losses, homes, peaks, [call.args[0] for call in log.call_args_list]
 
 

@@ -1,14 +1,14 @@
 """Plans of cache: what an iteration does, where chunks have their home, and who leaves for whom."""
 
-from colossalai.zero.gemini.planning._guide import Guide as Guide
-from colossalai.zero.gemini.planning._guide import OtherBytes as OtherBytes
 from colossalai.zero.gemini.planning._policy import PLACEMENT_POLICIES as PLACEMENT_POLICIES
 from colossalai.zero.gemini.planning._policy import Home as Home
 from colossalai.zero.gemini.planning._policy import ModelData as ModelData
 from colossalai.zero.gemini.planning._policy import Placement as Placement
 from colossalai.zero.gemini.planning._policy import PlacementPolicy as PlacementPolicy
 from colossalai.zero.gemini.planning._policy import SmallBudgetError as SmallBudgetError
+from colossalai.zero.gemini.planning._trace import Departure as Departure
 from colossalai.zero.gemini.planning._trace import Trace as Trace
+from colossalai.zero.gemini.planning._trace import TraceFollower as TraceFollower
 from colossalai.zero.gemini.planning._victims import DoesNotFit as DoesNotFit
 from colossalai.zero.gemini.planning._victims import Period as Period
 from colossalai.zero.gemini.planning._victims import ResidencePlan as ResidencePlan

@@ -1,4 +1,4 @@
-"""The guide of a cache: what the first iteration showed, and the plan that is followed from then on.
+"""The tracer: the one recorder of an iteration, from which chunks are planned and timelines are made.
 
 [Note: what is not model data]
 What a step takes beside chunks (activations, gradients under way, temporary results) is counted by storages,
@@ -12,7 +12,7 @@ plan was made for.
 
 The mode is on from the first forward of the iteration until its gradients are asked for, so that the loss and
 the backward are seen, too. Modes are a stack: where somebody else's is on, ours is off after each forward.
-A guide that is dropped in between, with its model, switches its mode off.
+A tracer that is freed in between, with its model, switches its mode off.
 """
 
 import sys
@@ -20,7 +20,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from itertools import islice
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import (
@@ -31,8 +31,10 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from colossalai.logging import get_dist_logger
-from colossalai.zero.gemini.planning._trace import Departure, Trace, TraceFollower
-from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
+from colossalai.zero.gemini.planning import Departure, Period, ResidencePlan, Trace, TraceFollower
+
+if TYPE_CHECKING:
+    from colossalai.zero.gemini._timeline import ChunkTimeline
 
 _LOOKS_AHEAD = 2  # periods of which the system is asked to read what lies on disk
 
@@ -45,9 +47,6 @@ class OtherBytes(TorchDispatchMode):
     Args:
         device: Where the memory counts.
         is_model_data: Whether a storage, by its address as an object, is one of chunks; it holds no chunks.
-
-    Attributes:
-        listener: Is told every peak that somebody takes.
     """
 
     def __init__(self, device: torch.device, is_model_data: Callable[[int], bool]) -> None:
@@ -57,7 +56,6 @@ class OtherBytes(TorchDispatchMode):
         self._alive: dict[int, int] = {}
         self._bytes = self._peak = 0
         self._is_on = self._is_alone = False
-        self.listener: Callable[[int], None] | None = None
 
     def start(self) -> None:
         """Begin to count."""
@@ -78,10 +76,8 @@ class OtherBytes(TorchDispatchMode):
             self.__exit__(None, None, None)
 
     def take_peak(self) -> int:
-        """Return the most bytes since this was asked."""
+        """Return the most bytes since the last call."""
         peak, self._peak = self._peak, self._bytes
-        if self.listener is not None:
-            self.listener(peak)
         return peak
 
     def set_aside(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -127,35 +123,40 @@ class OtherBytes(TorchDispatchMode):
         self._bytes -= self._alive.pop(key, 0)
 
 
-class Guide:
-    """Says at each use who is to be dropped and fetched, once an iteration has been recorded.
+class Tracer:
+    """Records an iteration, for the plan of the next ones and for a timeline, and follows the plan.
 
     Args:
-        counter: What counts other memory while an iteration is recorded; None: nothing does.
+        counter: The counter of other memory.
+        plans: Whether iterations are recorded and planned; if not, there is a timeline only.
 
     Attributes:
+        counter: As given.
+        plans: As given.
+        timeline: The timeline that is recorded; None: none.
         has_grown: Whether iterations took more other bytes on this rank than the plan was made for.
     """
 
-    def __init__(self, counter: OtherBytes | None) -> None:
+    def __init__(self, counter: OtherBytes, *, plans: bool) -> None:
         self.counter = counter
+        self.plans = plans
+        self.timeline: ChunkTimeline | None = None
+        self.has_grown = False
         self._follower = TraceFollower()
         self._plan: ResidencePlan | None = None
         self._known = (0, 0)  # elements, and the longest dimension, of the largest inputs in the trace
-        self._counts_larger = False  # whether this iteration has larger ones
-        self.has_grown = False
-        if counter is not None:
-            weakref.finalize(self, counter.stop).atexit = False
+        self._has_larger = False  # whether this iteration has larger ones
+        weakref.finalize(self, counter.stop).atexit = False
 
     @property
-    def is_recording(self) -> bool:
-        """Whether the iteration will be a trace."""
-        return self._follower.is_recording
+    def _samples(self) -> bool:
+        """Whether the trace gets other memory in this iteration: it is recorded, or has larger inputs."""
+        return self.plans and (self._follower.is_recording or self._has_larger)
 
     @property
     def is_counting(self) -> bool:
-        """Whether other memory is counted in this iteration: it is recorded, or has larger inputs."""
-        return self.is_recording or self._counts_larger
+        """Whether other memory is counted in this iteration."""
+        return self.timeline is not None or self._samples
 
     @property
     def trace(self) -> Trace | None:
@@ -168,32 +169,58 @@ class Guide:
         return self._plan is not None and self._follower.trace is not None
 
     def begin_forward(self, inputs: Any) -> None:
-        """Note the inputs of a forward in training; larger ones than before are counted.
+        """Begin a forward in training; one with larger inputs than before is counted.
 
         Args:
             inputs: A nest of tensors and other values.
         """
-        numel, longest = _extent_of(inputs)
-        if numel <= self._known[0] and longest <= self._known[1]:
-            return
-        self._known = max(numel, self._known[0]), max(longest, self._known[1])
-        if self.counter is not None and not self.is_counting:
-            self._counts_larger = True
-            self.counter.take_peak()  # of what was before
+        if self.plans:
+            self._compare(*_extent_of(inputs))
+        if self.is_counting:
+            self.counter.start()
 
-    def use(self, chunk: int, held: Collection[int]) -> Period | None:
-        """Hear of a use; return what the plan does there, None where nothing is planned.
+    def end_forward(self) -> None:
+        """End a forward."""
+        if self.is_counting:
+            self.counter.pause()
+
+    def use(self, chunk: int, held: Collection[int], *, is_backward: bool) -> Period | None:
+        """Record a use; return the plan's period that it begins, None where nothing is planned.
 
         Args:
             chunk: The number of the chunk.
-            held: Others that cannot be dropped now.
+            held: Others that cannot be evicted now.
+            is_backward: Whether it is in a backward.
         """
-        if self.counter is not None and self.is_counting:
-            self._follower.sample(self.counter.take_peak())
-        self._tell(self._follower.use(chunk, held))
+        peak = self._take_peak()
+        if self.plans:
+            if self._samples:
+                self._follower.sample(peak)
+            self._log(self._follower.use(chunk, held))
+        if self.timeline is not None:
+            self.timeline.use(chunk, is_backward=is_backward, is_planned=self.is_followed)
         if self._plan is None or self._follower.trace is None:
             return None
         return self._plan.periods[self._follower.moment]
+
+    def gather(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Return memory for a gathered chunk, which is not other memory."""
+        return self.counter.set_aside(make) if self.is_counting else make()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Note that a tensor has become model data."""
+        if self.is_counting:
+            self.counter.forget(tensor)
+
+    def hold(self, gathered_bytes: int) -> None:
+        """Note how much gathered memory there is after a fetch."""
+        if self.timeline is not None:
+            self.timeline.hold(gathered_bytes)
+
+    def move(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
+        """Note bytes that move between the compute tier and those below."""
+        if self.timeline is not None:
+            self.timeline.move(bytes_in=bytes_in, bytes_out=bytes_out)
 
     def coming(self) -> Iterator[int]:
         """Yield the chunks that the plan fetches soon after the last use."""
@@ -204,26 +231,60 @@ class Guide:
 
     def end_iteration(self) -> Trace | None:
         """End the iteration; return its trace if it was recorded, to be planned from."""
-        if self.counter is not None:
-            self.counter.stop()
-            if self.is_counting:
-                self._follower.sample(self.counter.take_peak())
-        before = self._follower.trace
-        was_recording = self.is_recording
-        self._tell(self._follower.end_iteration())
-        self._counts_larger = False
-        if self.is_recording and not was_recording:
-            self._known = 0, 0  # what was counted is not in the trace that comes next
-        trace = self._follower.trace
-        self.has_grown |= before is not None and trace is not None and trace is not before
-        return trace if was_recording else None
+        self.counter.stop()
+        peak, trace = self._take_peak(), None
+        if self.plans:
+            if self._samples:
+                self._follower.sample(peak)
+            trace = self._end_trace()
+        if self.timeline is not None:
+            self.timeline.begin_step()
+        return trace
+
+    def end_step(self, gathered_bytes: int) -> None:
+        """End the step, before any section moves.
+
+        Args:
+            gathered_bytes: Of chunks that are still present.
+        """
+        if self.timeline is not None:
+            self.timeline.end_step(gathered_bytes)
 
     def follow(self, plan: ResidencePlan) -> None:
         """Follow a plan that was made from the trace."""
         self._plan = plan
         self.has_grown = False
 
-    def _tell(self, departure: Departure | None) -> None:
+    def _take_peak(self) -> int:
+        """Return the most other bytes since the last call, if they are counted."""
+        if not self.is_counting:
+            return 0
+        peak = self.counter.take_peak()
+        if self.timeline is not None:
+            self.timeline.add_other(peak)
+        return peak
+
+    def _compare(self, numel: int, longest: int) -> None:
+        """Count this iteration if its inputs are larger than those in the trace."""
+        if numel <= self._known[0] and longest <= self._known[1]:
+            return
+        self._known = max(numel, self._known[0]), max(longest, self._known[1])
+        if not self._samples:
+            self._has_larger = True
+            self._take_peak()  # of the time before
+
+    def _end_trace(self) -> Trace | None:
+        """Return the trace of the iteration if it was recorded."""
+        before, was_recording = self._follower.trace, self._follower.is_recording
+        self._log(self._follower.end_iteration())
+        self._has_larger = False
+        if self._follower.is_recording and not was_recording:
+            self._known = 0, 0  # of these inputs the next trace has nothing
+        trace = self._follower.trace
+        self.has_grown |= before is not None and trace is not None and trace is not before
+        return trace if was_recording else None
+
+    def _log(self, departure: Departure | None) -> None:
         if departure is not None:
             get_dist_logger().info(
                 f"chunks: {departure}; the least recently used go until a whole iteration is recorded again",
