@@ -104,7 +104,7 @@ def worker(args: argparse.Namespace) -> None:
             loss = step()
             seconds = time.perf_counter() - start
         other_bytes = iterations[0].peak_other_bytes if iterations else other_bytes
-        chunks = handle_of(next(model.parameters())).cache.chunks
+        chunks = handle_of(next(model.parameters())).hooks.cache.chunks
         homes = [(chunk.home.name, chunk.states_home.name, chunk.num_bytes) for chunk in chunks]
         moved = {"sections": 0, "states": 0}
         for home, states_home, size in homes:

@@ -106,7 +106,7 @@ def on_disk(folder: str) -> tuple[list[Any], list[Any], int, float]:
         twin(x).square().mean().backward()
         other.step()
         other.zero_grad()
-    chunks = handle_of(next(net.parameters())).cache.chunks
+    chunks = handle_of(next(net.parameters())).hooks.cache.chunks
     num_on_disk = sum(chunk.states_home is Home.DISK for chunk in chunks)
     with model.gathered():
         pairs = zip(net.parameters(), twin.parameters(), strict=True)

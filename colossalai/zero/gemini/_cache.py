@@ -6,7 +6,7 @@ the same order, so that the gathers are the same collectives; see _positions.py.
 """
 
 import weakref
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,8 +19,7 @@ from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
-from colossalai.zero.gemini._tracer import OtherBytes, Tracer
-from colossalai.zero.gemini.planning import Home, Period, ResidencePlan, Trace
+from colossalai.zero.gemini.planning import Home, OtherBytes, Period, ResidencePlan, Trace, Tracer
 
 if TYPE_CHECKING:
     from colossalai.zero.gemini._method import AppliedChunks
@@ -60,7 +59,6 @@ class ChunkCache:
         self._coming: dict[Chunk, tuple[torch.Tensor, Callable[[], object]]] = {}  # gathers in flight
         self._present: OrderedDict[Chunk, None] = OrderedDict()  # the least recently used first
         self._is_evaluating = False  # whether this forward is not a part of an iteration
-        self._num_writes: Counter[Chunk] = Counter()
 
     def add(self, chunk: Chunk, home: Home, states_home: Home) -> None:
         """Add the next chunk in the order of initialization.
@@ -158,7 +156,7 @@ class ChunkCache:
             )
         if chunk.is_apart:
             chunk.write_section()
-        self._num_writes[chunk] += 1
+        chunk.num_writes += 1
 
     def fetch(self, chunk: Chunk, needed: Collection[Chunk] = ()) -> torch.Tensor:
         """Return all values of a chunk; collective over the ranks that share it, if it is not present.
@@ -234,18 +232,24 @@ class ChunkCache:
         for chunk in chunks:
             chunk.num_uses -= 1
 
-    def note_updated(self, chunk: Chunk) -> None:
-        """Note that all ranks have updated their sections: what was gathered is out of date."""
-        self._renew(chunk)
-
-    def num_writes(self, chunk: Chunk) -> int:
-        """Return how often others than optimizers have written into a chunk; its section has the values."""
-        return self._num_writes[chunk]
+    def renew(self, chunk: Chunk) -> None:
+        """Free a whole that is out of date, or gather it anew if it is pinned; collective then."""
+        if chunk in self._coming:
+            self._coming.pop(chunk)[1]()  # wait for a gather in flight, whose values are out of date
+        if chunk.is_cut:
+            self._positions.note_written(chunk)
+        if chunk.whole is None or not chunk.is_apart:
+            return
+        if chunk.num_uses == 0:
+            self._free(chunk)
+            return
+        self._start_gather_into(chunk.whole, chunk)()
+        chunk.take_write()
 
     def note_loaded(self, chunk: Chunk) -> None:
         """Note that all ranks have written into their sections; collective in a block of `gathered`."""
-        self._num_writes[chunk] += 1
-        self._renew(chunk)
+        chunk.num_writes += 1
+        self.renew(chunk)
 
     def end_backward_of(self, chunk: Chunk) -> None:
         """Note that all gradients of a chunk have come, so that this backward needs it no more."""
@@ -271,12 +275,8 @@ class ChunkCache:
         finally:
             self.num_blocks -= 1
             self.release(chosen)
-            self._share_writes(chosen)
+            self.share_writes(chosen)
             self._evict(chosen)
-
-    def share_writes(self) -> None:
-        """Let all ranks have what one has written in the blocks that are under way; collective in these."""
-        self._share_writes([chunk for chunk in self.chunks if chunk.num_uses > 0])
 
     # Inside.
 
@@ -317,20 +317,6 @@ class ChunkCache:
         if self.tracer is not None and chunk.home is not Home.COMPUTE:
             self.tracer.move(bytes_in=chunk.section.nbytes)
         return self._positions.start(whole, chunk) if chunk.is_cut else lambda: None
-
-    def _renew(self, chunk: Chunk) -> None:
-        """Let go of what is out of date, or gather it anew for the blocks that hold it; collective then."""
-        if chunk in self._coming:
-            self._coming.pop(chunk)[1]()  # wait for a gather in flight, whose values are out of date
-        if chunk.is_cut:
-            self._positions.note_written(chunk)
-        if chunk.whole is None or not chunk.is_apart:
-            return
-        if chunk.num_uses == 0:
-            self._free(chunk)
-            return
-        self._start_gather_into(chunk.whole, chunk)()
-        chunk.take_write()
 
     @staticmethod
     def _forget_storage(find: "weakref.ref[ChunkCache]", key: int, size: int) -> None:
@@ -405,10 +391,14 @@ class ChunkCache:
         chunk.free()
         self._present.pop(chunk, None)
 
-    def _share_writes(self, chunks: Sequence[Chunk]) -> None:
-        """Let all ranks have what one has written; collective."""
+    def share_writes(self, chunks: Iterable[Chunk] | None = None) -> None:
+        """Copy what one rank has written in blocks of `gathered` to all ranks; collective.
+
+        Args:
+            chunks: The chunks; default: those of the blocks that are open.
+        """
         along: dict[Axis, list[Chunk]] = {}
-        for chunk in chunks:
+        for chunk in [chunk for chunk in self.chunks if chunk.num_uses > 0] if chunks is None else chunks:
             along.setdefault(chunk.layout.axis, []).append(chunk)
         for axis, shared in along.items():
             writers = [axis.rank if chunk.take_write() else axis.size for chunk in shared]
@@ -425,7 +415,7 @@ class ChunkCache:
                     dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
                     chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
                     chunk.take_write()  # what came from the other rank is no write of this one
-                self._num_writes[chunk] += 1
+                chunk.num_writes += 1
 
 
 def _is_in_backward() -> bool:

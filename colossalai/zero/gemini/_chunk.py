@@ -79,6 +79,7 @@ class Chunk:
         whole: All values, as long as they are there.
         state: Of the whole.
         num_uses: How many functions, and blocks that gather it, need it now.
+        num_writes: How often it was written by others than optimizers; its section has the values.
         views: The values of parameters as views of `whole`, which callers do not pass on; by their number.
     """
 
@@ -102,7 +103,7 @@ class Chunk:
         self.home = self.states_home = Home.COMPUTE
         self.whole: torch.Tensor | None = None
         self.state = ChunkState.FREE
-        self.num_uses = 0
+        self.num_uses = self.num_writes = 0
         self.names = names
         self._mean_on_disk: torch.Tensor | None = None
         self._version = 0  # of `whole`, when it was last known to be what the sections say

@@ -60,11 +60,6 @@ class ParamHandle:
     name: str
     is_colo: bool
 
-    @property
-    def cache(self) -> ChunkCache:
-        """The cache of its model."""
-        return self.hooks.cache
-
     def view(self) -> torch.Tensor:
         """Return the values, as a view of the chunk, which is present."""
         assert self.chunk.whole is not None, f"the chunk of {self.name} is not present"
@@ -86,7 +81,7 @@ class ParamHandle:
         tensor = self.chunk.fragment(self.index)
         shape = tuple(layout.params[self.index].shape)
         part = FlatRange(shape, begin, end, tuple(tensor.shape), tensor.device)
-        return FlatValues(part, tensor, _Loaded(self.cache, self.chunk))
+        return FlatValues(part, tensor, _Loaded(self.hooks.cache, self.chunk))
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,11 @@ class ModelHooks:
         """
         for index, param in enumerate(chunk.layout.params):
             handle = ParamHandle(self, chunk, index, names[param], is_colo=cut_of(param) is not None)
-            _put_into_chunk(param, handle)
+            nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
+            param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
+            setattr(param, CHUNK_PLACE, handle)
+            set_flat_values(param, handle.held)
+            param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
             self._by_placeholder[param.untyped_storage()._cdata] = handle
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -262,15 +261,6 @@ def handle_of(param: torch.Tensor) -> ParamHandle:
 def is_chunked(param: object) -> bool:
     """Return whether the values of a parameter lie in a chunk."""
     return type(param) is ChunkedParameter
-
-
-def _put_into_chunk(param: nn.Parameter, handle: ParamHandle) -> None:
-    """Change a parameter into one whose values lie in a chunk, which has them already; free its memory."""
-    nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
-    param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
-    setattr(param, CHUNK_PLACE, handle)
-    set_flat_values(param, handle.held)
-    param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
 
 
 def refuse_modules(model: nn.Module) -> None:

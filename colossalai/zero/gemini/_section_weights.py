@@ -121,14 +121,14 @@ class _OfChunk(BucketWeights):
 
     def take_written(self) -> set[nn.Parameter]:
         """See the base class; which ones of a chunk were written is not known."""
-        num_writes, before = self._cache.num_writes(self._chunk), self._num_writes
+        num_writes, before = self._chunk.num_writes, self._num_writes
         self._num_writes = num_writes
         return {self.bucket.params[index] for index in self.held} if num_writes > before else set()
 
     def start_publishing(self) -> Callable[[], object]:
         """See the base class: who needs the values gathers them."""
-        self._num_writes = self._cache.num_writes(self._chunk)
-        self._cache.note_updated(self._chunk)
+        self._num_writes = self._chunk.num_writes
+        self._cache.renew(self._chunk)
         return lambda: None
 
 

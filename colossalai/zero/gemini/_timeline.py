@@ -155,7 +155,7 @@ def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
     Raises:
         ValueError: No parameter of `model` lies in a chunk, or the model is being recorded already.
     """
-    cache = next((handle_of(param).cache for param in model.parameters() if is_chunked(param)), None)
+    cache = next((handle_of(param).hooks.cache for param in model.parameters() if is_chunked(param)), None)
     if cache is None:
         raise ValueError(
             f"no parameter of this {type(model).__name__} lies in a chunk: pass a model that has been "

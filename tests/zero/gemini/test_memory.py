@@ -166,7 +166,7 @@ def recurrent(folder: str) -> tuple[int, int, int, str]:
         booster = Booster(plugin=GeminiPlugin(precision="fp32", **sizes, **budget))
         net = Recurrent()
         model, optimizer, *_ = booster.boost(net, torch.optim.AdamW(net.parameters()))
-        cache = handle_of(net.last.weight).cache
+        cache = handle_of(net.last.weight).hooks.cache
         try:
             for _ in range(2):
                 booster.backward(model(torch.ones(2, 2, 16)), optimizer)

@@ -125,7 +125,7 @@ def of_policies(build: Callable[[], nn.Module], folder: str, accumulation: int, 
             return subject
 
         losses = check_parity(case, apply)
-        cache = handle_of(next(iter(models[0].parameters()))).cache
+        cache = handle_of(next(iter(models[0].parameters()))).hooks.cache
         found.append(
             (
                 losses,

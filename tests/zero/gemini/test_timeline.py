@@ -17,8 +17,7 @@ from colossalai.zero.gemini import Iteration, Phase, record_timeline
 from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._hooks import handle_of
-from colossalai.zero.gemini._tracer import OtherBytes
-from colossalai.zero.gemini.planning import Home
+from colossalai.zero.gemini.planning import Home, OtherBytes
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.gemini.nets import Block
@@ -63,7 +62,7 @@ def train(*, is_recorded: bool, **options: Any) -> Any:
     )
     made = HybridAdam(net.parameters(), lr=0.01)
     model, optimizer, *_ = booster.boost(net, made)
-    cache = handle_of(next(net.parameters())).cache
+    cache = handle_of(next(net.parameters())).hooks.cache
     watch = Watch(cache)
     x = torch.randn(8, 32, generator=torch.Generator().manual_seed(1 + dist.get_rank()))
     losses: list[float] = []

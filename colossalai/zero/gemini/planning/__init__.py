@@ -6,9 +6,9 @@ from colossalai.zero.gemini.planning._policy import ModelData as ModelData
 from colossalai.zero.gemini.planning._policy import Placement as Placement
 from colossalai.zero.gemini.planning._policy import PlacementPolicy as PlacementPolicy
 from colossalai.zero.gemini.planning._policy import SmallBudgetError as SmallBudgetError
-from colossalai.zero.gemini.planning._trace import Departure as Departure
 from colossalai.zero.gemini.planning._trace import Trace as Trace
-from colossalai.zero.gemini.planning._trace import TraceFollower as TraceFollower
+from colossalai.zero.gemini.planning._tracer import OtherBytes as OtherBytes
+from colossalai.zero.gemini.planning._tracer import Tracer as Tracer
 from colossalai.zero.gemini.planning._victims import DoesNotFit as DoesNotFit
 from colossalai.zero.gemini.planning._victims import Period as Period
 from colossalai.zero.gemini.planning._victims import ResidencePlan as ResidencePlan

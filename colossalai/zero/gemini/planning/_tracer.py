@@ -31,7 +31,8 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from colossalai.logging import get_dist_logger
-from colossalai.zero.gemini.planning import Departure, Period, ResidencePlan, Trace, TraceFollower
+from colossalai.zero.gemini.planning._trace import Departure, Trace, TraceFollower
+from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
 
 if TYPE_CHECKING:
     from colossalai.zero.gemini._timeline import ChunkTimeline
@@ -174,8 +175,12 @@ class Tracer:
         Args:
             inputs: A nest of tensors and other values.
         """
-        if self.plans:
-            self._compare(*_extent_of(inputs))
+        numel, longest = _extent_of(inputs) if self.plans else (0, 0)
+        if numel > self._known[0] or longest > self._known[1]:
+            self._known = max(numel, self._known[0]), max(longest, self._known[1])
+            if not self._samples:
+                self._has_larger = True
+                self._take_peak()  # of the time before
         if self.is_counting:
             self.counter.start()
 
@@ -263,15 +268,6 @@ class Tracer:
         if self.timeline is not None:
             self.timeline.add_other(peak)
         return peak
-
-    def _compare(self, numel: int, longest: int) -> None:
-        """Count this iteration if its inputs are larger than those in the trace."""
-        if numel <= self._known[0] and longest <= self._known[1]:
-            return
-        self._known = max(numel, self._known[0]), max(longest, self._known[1])
-        if not self._samples:
-            self._has_larger = True
-            self._take_peak()  # of the time before
 
     def _end_trace(self) -> Trace | None:
         """Return the trace of the iteration if it was recorded."""
