@@ -21,7 +21,7 @@ from colossalai.serving import ServerOptions, make_app
 
 _ENGINE_NUMBERS = ("block_size", "max_length", "max_running", "max_tokens_per_step", "max_queue", "kv_memory")
 _ENGINE_WORDS = ("dtype", "checkpoint", "quantize", "kv_dtype")
-_MOST_RUNNING = 64  # of a replica; what is beyond waits in Ray's proxy, and is not lost with a replica
+_MOST_RUNNING = 64  # requests in a replica; others wait in Ray's proxy, and are not lost with a replica
 
 
 def make(args: Mapping[str, str]) -> serve.Application:
@@ -29,7 +29,7 @@ def make(args: Mapping[str, str]) -> serve.Application:
 
     Args:
         args: `model`, a folder; `api_key_file`; `replicas` (2), or with `queue` the fewest of them, up to
-            `most` (8): Ray then starts another one where more than `queue` requests are under way in each.
+            `most` (8): Ray then starts another one if more than `queue` requests are in flight in each.
             The rest is as of `EngineOptions`.
 
     Raises:
@@ -37,11 +37,11 @@ def make(args: Mapping[str, str]) -> serve.Application:
     """
     known = {"model", "api_key_file", "replicas", "queue", "most", *_ENGINE_NUMBERS, *_ENGINE_WORDS}
     if "model" not in args or not known.issuperset(args):
-        raise ValueError(f"say model=FOLDER, and of these what you want to: {', '.join(sorted(known))}")
+        raise ValueError(f"give model=FOLDER, and optionally: {', '.join(sorted(known))}")
     words = {name: args[name] for name in _ENGINE_WORDS if name in args}
     numbers = {name: float(args[name]) for name in _ENGINE_NUMBERS if name in args}
     whole = {name: value if name == "kv_memory" else int(value) for name, value in numbers.items()}
-    options = EngineOptions(**words, **whole)  # said here, so that a mistake ends the command, not a replica
+    options = EngineOptions(**words, **whole)  # checked here, so that a mistake ends the command, not a replica
     key_file = args.get("api_key_file")
     key = None if key_file is None else Path(key_file).read_text(encoding="utf-8").strip()
     fewest = int(args.get("replicas", "2"))
@@ -75,12 +75,12 @@ def build_app(model: str, options: EngineOptions, api_key: str | None) -> Any:
     # Ray starts another replica where this process ends.
     service.on_end(partial(os._exit, 1))
     threading.Thread(target=service.run, name="colossalai-engine", daemon=True).start()
-    # Ray's proxy lets everybody in: the application asks for the key.
+    # Ray's proxy has no authentication: the application checks the key.
     return make_app(service, ServerOptions(api_key=api_key, no_auth=api_key is None))
 
 
 def _without_arguments(build: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a plain function, of which Ray asks whether it takes arguments."""
+    """Return a plain function, whose arguments Ray inspects."""
 
     def builder() -> Any:
         return build()
