@@ -1,4 +1,4 @@
-"""Train a model within less and less memory, and see what that costs in time.
+"""Train a model within decreasing memory budgets, and measure the cost in time.
 
     python examples/auto_parallel/checkpoint.py --model resnet
 

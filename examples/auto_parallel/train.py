@@ -1,11 +1,11 @@
-r"""Train a model that is cut as is fastest on the ranks at hand.
+r"""Train a model with the fastest sharding over the available ranks.
 
     colossalai run --nproc_per_node 4 examples/auto_parallel/train.py \
       --model gpt2
     colossalai run --nproc_per_node 4 examples/auto_parallel/train.py \
       --model resnet --mesh 2 2
 
-The loop knows nothing of it. The models are made from configs, with random
+The loop does not change. The models are made from configs, with random
 weights. With `--mesh`, the first axes of the grid of ranks are for data, or
 the last ones for the features of layers.
 """

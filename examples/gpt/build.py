@@ -19,12 +19,12 @@ from colossalai.utils import get_dataloader
 
 @dataclass(kw_only=True)
 class Training:
-    """What a training works with.
+    """Components of a training.
 
     Attributes:
         engine: The engine.
         train_loader: Batches to train on.
-        probe_loader: A fixed part of the validation text, for validation on the way.
+        probe_loader: A fixed part of the validation text, for validation during the training.
         validation_loader: The whole validation text.
         lr_scheduler: Steps with the optimizer.
     """

@@ -7,7 +7,7 @@ import torch
 
 from colossalai.amp import AMP_TYPE
 
-# bfloat16 doubles the speed on a CPU that multiplies matrices of it in hardware, and halves it elsewhere.
+# bfloat16 doubles the speed on a CPU that multiplies matrices of it in hardware, and halves it on others.
 # Both numbers of steps below take two to three minutes on two cores. Measurements: docs/design/examples.md.
 _capabilities = getattr(torch.cpu, "get_capabilities", dict)()
 _fast_bf16 = torch.accelerator.is_available() or _capabilities.get("amx_bf16", False)
@@ -33,7 +33,7 @@ BETAS = (0.9, 0.95)
 
 # Along the way, in optimizer steps
 VALIDATE_EVERY = max(1, TOTAL_STEPS // 10)
-VALIDATION_WINDOWS = 128  # sequences of a validation on the way; the last one takes all
+VALIDATION_WINDOWS = 128  # sequences of a validation during the training; the last one takes all
 CHECKPOINT_EVERY = max(1, TOTAL_STEPS // 16)
 
 # Features

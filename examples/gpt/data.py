@@ -16,7 +16,7 @@ class TextData:
 
     Attributes:
         key: Names the text and the way it was cut and encoded.
-        folder: Where the cache of these tokens lies.
+        folder: Folder of the cache of these tokens.
         train: Training tokens, one dimension.
         validation: Validation tokens, one dimension.
         validation_bytes: Length of the validation text, to turn a loss per token into bits per byte.

@@ -1,4 +1,4 @@
-"""The folder of a run: what lies in it, whose it is, and the results that are put there at the end."""
+"""Folder of a run: its files, the run that owns it, and the final results."""
 
 import json
 import math
@@ -45,7 +45,7 @@ def default_folder(source: Path | None) -> Path:
 
 
 def remove_run(folder: Path) -> None:
-    """Remove what an earlier run left in a folder, and nothing else."""
+    """Remove the files of an earlier run from a folder, and nothing else."""
     for name in (CHECKPOINT_FOLDER, TENSORBOARD_FOLDER):
         shutil.rmtree(folder / name, ignore_errors=True)
     for name in (METRICS_FILE, PICTURE_FILE, SAMPLE_FILE, IDENTITY_FILE, *SERVED_FILES):

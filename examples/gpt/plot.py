@@ -19,7 +19,7 @@ def draw_losses(records: list[dict[str, Any]], path: Path, *, title: str, unigra
     Args:
         records: Dicts with `step` and `loss` or `validation_loss`.
         path: The PNG file.
-        title: Stands above the picture.
+        title: Title of the picture.
         unigram_entropy: In nats per token, as the losses.
     """
     train = [(record["step"], record["loss"]) for record in records if "loss" in record]

@@ -46,7 +46,7 @@ class Bar:
 
     def __init__(self, first_step: int, total_steps: int) -> None:
         figures = "loss {task.fields[loss]}  {task.fields[speed]} tokens/s  {task.fields[left]}"
-        # At 80 columns all figures are there; the bar takes what they leave.
+        # At 80 columns all figures are shown; the bar takes the remaining width.
         self._progress = Progress(BarColumn(None), MofNCompleteColumn(), TextColumn(figures), expand=True)
         self._total_steps = total_steps
         self._task = self._progress.add_task(

@@ -50,8 +50,8 @@ class FileReport(Report):
     """Report to the terminal and to a folder.
 
     Args:
-        folder: Where the files go.
-        first_step: Steps already made by an earlier run; what it recorded after them is dropped, for those
+        folder: Folder of the files.
+        first_step: Steps already made by an earlier run; its later records are dropped, since those
             steps will be made again.
         total_steps: Optimizer steps of the whole training.
         unigram_entropy: Drawn in the picture as the line to beat.
@@ -69,7 +69,7 @@ class FileReport(Report):
         unigram_entropy: float,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        # Only the rank that reports needs these two; one that is missing is missed now, not at the end.
+        # Only the reporting rank needs these two; a missing module raises now, not at the end.
         from plot import draw_losses
         from torch.utils.tensorboard import SummaryWriter
 
@@ -127,7 +127,7 @@ class FileReport(Report):
         self._file.close()
 
     def _restart_speed(self) -> None:
-        """Measure the speed from now on: the time of a validation or a picture is not that of a step."""
+        """Measure the speed from now on: a validation or a picture does not count as a step."""
         self._times.clear()
         self._times.append(self._clock())
 
@@ -137,7 +137,7 @@ class FileReport(Report):
 
 
 def keep_metrics(path: Path, *, last_step: int) -> list[dict[str, Any]]:
-    """Drop what an earlier run has recorded after `last_step`; return the other records."""
+    """Drop the records of an earlier run after `last_step`; return the others."""
     if not path.exists():
         return []
     lines = path.read_text().split("\n")[:-1]  # a crash may have cut the last line: it has no line end

@@ -43,7 +43,7 @@ def main() -> None:
     folder = args.output or default_folder(args.data)
     num_microbatches = (config.get("gradient_accumulation") or 1) * gpc.get_world_size(ParallelMode.DATA)
     batch_size = config.BATCH_SIZE * num_microbatches
-    rank_0_first = DistCoordinator().priority_execution  # the others find what it has written
+    rank_0_first = DistCoordinator().priority_execution  # the others read the files of rank 0
     with rank_0_first():
         data = load_text_data(args.data, cache=args.cache, vocab_size=config.VOCAB_SIZE)
         if args.fresh:
@@ -54,7 +54,7 @@ def main() -> None:
     training = build_training(data, config)
     resumed = training.engine.load(folder / CHECKPOINT_FOLDER)
     step = resumed.step if resumed else 0
-    report = Report()  # of a rank that says nothing; all see the loss
+    report = Report()  # a silent report; all ranks have the loss
     if gpc.get_global_rank() == 0:
         report = FileReport(
             folder, first_step=step, total_steps=config.TOTAL_STEPS, unigram_entropy=data.unigram_entropy
@@ -69,7 +69,7 @@ def main() -> None:
         train(training, config, report, folder, step=step, num_tokens=batch_size * config.SEQ_LEN)
         loss = validate(training.engine, training.validation_loader)
         report.validation(config.TOTAL_STEPS, loss=loss)
-        dist.barrier()  # all end together: those that do not report wait for the one that does
+        dist.barrier()  # all end together: the other ranks wait for the reporting one
         gpc.destroy()
         write_results(folder, data, config, report, loss=loss)
         report.say(f"{time.perf_counter() - started:.0f} seconds in all")
@@ -95,7 +95,7 @@ def parse_args() -> argparse.Namespace:
 def train(
     training: Training, config: Config, report: Report, folder: Path, *, step: int, num_tokens: int
 ) -> None:
-    """Train from the present step to the last, with validations and checkpoints on the way."""
+    """Train from the present step to the last, with validations and checkpoints."""
     engine = training.engine
     batches = endless(training.train_loader)
     engine.train()

@@ -33,7 +33,7 @@ def main() -> None:
 
 
 def run(num_ranks: int, options: list[str]) -> tuple[str, ...]:
-    """Return a row of the table: what a run reported, or why it was stopped."""
+    """Return a row of the table: the report of a run, or the reason of its end."""
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.json"
         launch = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", str(num_ranks)]

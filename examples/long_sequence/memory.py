@@ -1,4 +1,4 @@
-"""A budget for what a rank keeps between forward and backward, enforced while the forward runs."""
+"""Memory budget of a rank between forward and backward, enforced while the forward runs."""
 
 from collections.abc import Iterable
 from types import TracebackType
@@ -21,7 +21,7 @@ class SavedActivations:
     until the backward, so their sum at the end of the forward is the peak.
 
     Args:
-        parameters: What does not count.
+        parameters: Tensors that do not count.
         budget: Bytes that a rank may hold.
 
     Raises:

@@ -54,7 +54,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def build_engine(args: argparse.Namespace) -> Engine:
-    """Build the model, whose layers are whole on every rank, and what trains it."""
+    """Build the model, whose layers are whole on every rank, with its optimizer."""
     shape = {
         "hidden_size": args.hidden_size,
         "num_layers": args.layers,

@@ -1,4 +1,4 @@
-r"""Train a vision transformer on digits; the config says how it is parallel.
+r"""Train a vision transformer on digits, with the parallel methods of a config.
 
 Examples:
     colossalai run --nproc_per_node 2 examples/vit/train.py \

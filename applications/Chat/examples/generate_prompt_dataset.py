@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def prompt_of(row: Any) -> dict[str, Any]:
-    """Return a row without its answers; what else it has, a reward function may want."""
+    """Return a row without its answers; reward functions can use its other keys."""
     kept = {key: value for key, value in row.items() if key not in (*ANSWERS, "id")}
     if kept.get("prompt") is None and kept.get("instruction") is None:  # a table has all columns
         kept["messages"] = [dict(message) for message in row.dialogue.prompt]

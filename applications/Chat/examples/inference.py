@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def answer(args: argparse.Namespace) -> str:
-    """Return what the model says."""
+    """Return the model's answer."""
     params = SamplingParams(
         max_tokens=args.max_length,
         temperature=args.temperature,
@@ -58,7 +58,7 @@ def answer(args: argparse.Namespace) -> str:
     check_family("--model", args.model, folder)
     llm = LLM(folder, **given)
     if llm.tokenizer is None:
-        raise ValueError(f"{folder} has no tokenizer: save it beside the model")
+        raise ValueError(f"{folder} has no tokenizer: save it with the model")
     prompt: str | list[int] = args.input
     if not args.raw:
         text, has_special_tokens = dialogue_text([(args.input, "")], llm.tokenizer)

@@ -41,10 +41,10 @@ def make_parser(
     """Return a parser with the options that all scripts have.
 
     Args:
-        description: What the script does.
+        description: Description of the script.
         epochs: Default of `--max_epochs`.
-        learned: What the passes of `--max_epochs` are over.
-        dataset: How the option of the data is spelled.
+        learned: Data of the passes of `--max_epochs`.
+        dataset: Name of the option for the data.
         has_batches: Whether there are `--batch_size` and `--accumulation_steps`.
     """
     parser = argparse.ArgumentParser(
@@ -108,7 +108,7 @@ def make_parser(
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Add what scripts have that draw answers: `sampling_of` reads it."""
+    """Add the options of scripts that sample answers: `sampling_of` reads them."""
     add = parser.add_argument
     tokens = "most tokens of an answer; default: %(default)s"
     add("--max_new_tokens", type=at_least(1), default=64, help=tokens)
@@ -134,7 +134,7 @@ def sampling_of(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def truth(text: str) -> bool:
-    """Return what a word says."""
+    """Parse a word as a bool."""
     if text.lower() in ("true", "1", "yes"):
         return True
     if text.lower() in ("false", "0", "no"):
@@ -172,7 +172,7 @@ def plain_errors() -> Iterator[None]:
 
 
 def make_booster(args: argparse.Namespace) -> Booster:
-    """Return the parallel methods that were asked for."""
+    """Return the selected parallel methods."""
     default = "bf16" if torch.accelerator.is_available() else "fp32"
     precision = args.precision or default
     if args.grad_checkpoint and args.plugin is not None:
@@ -251,7 +251,7 @@ def load_causal(folder: str) -> Any:
 
 
 def config_of(folder: str) -> Any:
-    """Return the config of a folder of save_pretrained; of adapters, that of the model that they are for."""
+    """Return the config of a folder of save_pretrained; for adapters, the config of their base model."""
     folder = base_of_adapters(folder) or folder
     if not Path(folder, "config.json").is_file():
         raise SystemExit(f"{folder}: there is no config.json in it; give a folder of save_pretrained")

@@ -24,7 +24,7 @@ def reward_of(name: str) -> RewardFunction:
         raise argparse.ArgumentTypeError(
             f"{name!r}: there is no file {file!r}; write it as rewards.py:function"
         )
-    sys.path.append(str(Path(file).resolve().parent))  # where processes of --reward_seconds find it, too
+    sys.path.append(str(Path(file).resolve().parent))  # a path that processes of --reward_seconds also have
     module = importlib.import_module(Path(file).stem)
     if module.__file__ is None or not Path(file).samefile(module.__file__):
         raise argparse.ArgumentTypeError(f"{name!r}: there is another module of this name: rename the file")

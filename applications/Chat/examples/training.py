@@ -1,4 +1,4 @@
-"""What the scripts of this folder do with a method: train by their options, say how it goes, save."""
+"""What the scripts of this folder do with a method: train by their options, report progress, save."""
 
 import argparse
 from typing import Any
@@ -14,11 +14,11 @@ from colossalai.core import global_context as gpc
 def train(
     method: TextMethod | GRPO, data: ChatData, args: argparse.Namespace, *, change: Any = None, **options: Any
 ) -> None:
-    """Train a model as the options say, and save it.
+    """Train a model by the options, and save it.
 
     Args:
-        method: What is learned.
-        data: From what.
+        method: Learning method.
+        data: Training data.
         args: The options of `make_parser`.
         change: Makes of the causal model the reward model that is trained; None: it is trained itself.
         options: Further ones of the method's `fit`.
@@ -62,7 +62,7 @@ def say(record: Any, interval: int) -> None:
 def save(
     result: FitResult, args: argparse.Namespace, *, booster: Booster, tokenizer: Any, merges: bool = False
 ) -> None:
-    """Write the model, or its adapters, with the tokenizer; and the optimizer, if that was asked for."""
+    """Write the model, or its adapters, with the tokenizer; and the optimizer, if requested."""
     save_pretrained(result.model, args.save_path, booster=booster, tokenizer=tokenizer, merges=merges)
     if args.need_optim_ckpt:
         booster.save_optimizer(result.optimizer, f"{args.save_path}/optimizer", shard=True)

@@ -15,7 +15,7 @@ QUANTIZE = {"8bit": "int8", "4bit": "int4"}
 
 
 def main() -> int:
-    """Serve until the process is asked to end; return its exit code."""
+    """Serve until a signal ends the process; return its exit code."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,4 +1,4 @@
-"""What the configs of this example share."""
+"""Common settings of the configs of this example."""
 
 NUM_EPOCHS = 12
 LEARNING_RATE = 3e-3
