@@ -1,10 +1,10 @@
-"""Cluster: who this process is among the ranks, hosts and ports, and whether what is installed fits together.
+"""Cluster: this process's place among ranks, hosts and ports, and a check of the installation.
 
 For users: `DistCoordinator`, `priority_execution`, `free_port` and `examine_installation`. For the package:
-the rest; plain values are what ranks tell each other instead of pickles, the store server is where they meet,
-a binding says which cores of a machine each of its ranks uses.
+the rest; ranks exchange plain values instead of pickles, the store server is their rendezvous, a binding
+assigns the cores of a machine to its ranks.
 
-What needs torch is imported when it is first asked for: who starts ranks on other hosts does without.
+Names that need torch are imported at their first use: the launcher of ranks on other hosts runs without it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -69,5 +69,5 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name that needs torch, or a sub-module, when it is first asked for (PEP 562)."""
+    """Import a name that needs torch, or a sub-module, at its first use (PEP 562)."""
     return find_name(__name__, _HOMES, name)

@@ -1,7 +1,7 @@
-"""CPU binding: the cores of a machine dealt out to its ranks, so that no two ranks compute on the same one.
+"""CPU binding: assignment of a machine's cores to its ranks, so that no two ranks share a core.
 
-A rank that may run anywhere is moved between cores by the kernel, away from what it has in their caches, and
-two ranks may meet on the two hardware threads of one core while another core has none. Here each rank gets
+The kernel moves an unbound rank between cores, away from its data in their caches, and can place two ranks on
+the two hardware threads of one core while another core is idle. Here each rank gets
 whole cores that lie next to one another, and as many threads.
 
 Linux calls a hardware thread a CPU; a core is one CPU, or several siblings that share its arithmetic units.
@@ -20,7 +20,7 @@ _SHOWN = 8  # ranks whose cores the line at the start shows
 
 @dataclass(frozen=True, order=True)
 class Core:
-    """A core: where it is, and its CPUs."""
+    """A core: its location, and its CPUs."""
 
     package: int
     node: int  # of memory (NUMA)
@@ -34,9 +34,9 @@ class Binding:
     Attributes:
         num_ranks: Ranks of this machine.
         cpus: By local rank; nothing if the ranks may use all.
-        num_threads: For each rank. It is the same for all, though some may have a core more: a sum that is
-            cut into other parts has other last bits, and what ranks compute alike is to stay alike.
-        note: A line for the user; "" where there is nothing to say.
+        num_threads: For each rank. It is the same for all, though some can have a core more: the last bits of
+            a sum depend on it, and replicated computations have to agree.
+        note: A line for the user, or "".
     """
 
     num_ranks: int
@@ -62,9 +62,9 @@ def bind_ranks(
 
     Args:
         num_ranks: Ranks of this machine.
-        is_asked: False leaves them unbound; True binds them, or says why not; None binds them where the
-            kernel may place them badly (on the hardware threads of one core, or far from their memory), if
-            there are several and nobody has bound them already.
+        is_asked: False leaves them unbound; True binds them, or gives the reason why not; None binds them if
+            the kernel can place them badly (on the hardware threads of one core, or far from their memory),
+            there are several and they are not bound already.
         environment: The agent's.
         allowed: The CPUs that the agent may use.
         system: The kernel's folder on CPUs.
@@ -75,7 +75,7 @@ def bind_ranks(
     cores = read_cores(allowed, system)
     places = {(core.package, core.node) for core in cores}
     if is_asked is None and len(places) == 1 and all(len(core.cpus) == 1 for core in cores):
-        return free  # nothing to place badly; and beside other processes the kernel does better than we
+        return free  # no bad placement exists, and with other processes the kernel's placement is better
     if obstacle := _find_obstacle(num_ranks, len(cores), environment, allowed, system):
         note = f"--bind: the ranks are not bound to cores: {obstacle}" if is_asked else ""
         return Binding(num_ranks=num_ranks, num_threads=free.num_threads, note=note)
@@ -94,7 +94,7 @@ def bind_ranks(
 def _find_obstacle(
     num_ranks: int, num_cores: int, environment: Mapping[str, str], allowed: Collection[int], system: Path
 ) -> str:
-    """Say why the ranks cannot be bound here, or were bound by somebody else; "" if neither is so."""
+    """Return the reason why the ranks cannot be bound here, or are bound already; otherwise ""."""
     for name in _OPENMP_PLACES:
         if name in environment:
             return f"{name} is set, and places their threads"
@@ -143,7 +143,7 @@ def deal_out(cores: Collection[Core], num_ranks: int) -> list[list[Core]]:
 
 
 def read_cores(cpus: Collection[int], system: Path = _SYSTEM) -> list[Core]:
-    """Return the cores that CPUs belong to; each CPU is one where the kernel says nothing about it.
+    """Return the cores that CPUs belong to; without information of the kernel each CPU is a core.
 
     Args:
         cpus: The CPUs to use; siblings that are not among them are left out.

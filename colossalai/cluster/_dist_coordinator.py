@@ -1,4 +1,4 @@
-"""Coordination of ranks: which one this process is, and who goes first.
+"""Coordination of ranks: the rank of this process, and blocks that one rank runs first.
 
 Everything here is read from `torch.distributed` at the moment of the call; nothing is kept.
 """
@@ -21,9 +21,9 @@ _LOCAL_RANK_VARIABLES = ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_R
 
 
 class DistCoordinator:
-    """Tell a process its place among the ranks, and let ranks take turns.
+    """Place of a process among the ranks, and turns of ranks.
 
-    Where a method takes a `process_group`, it speaks of the ranks of that group; without one, of all ranks.
+    Methods with a `process_group` refer to the ranks of that group; without one, to all ranks.
 
     Example:
         ```python
@@ -59,15 +59,15 @@ class DistCoordinator:
         return 0
 
     def is_master(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Say whether this is the first rank."""
+        """Return whether this is the first rank."""
         return _group_rank(process_group) == 0
 
     def is_node_master(self) -> bool:
-        """Say whether this is the first rank of its machine."""
+        """Return whether this is the first rank of its machine."""
         return self.local_rank == 0
 
     def is_last_process(self, process_group: dist.ProcessGroup | None = None) -> bool:
-        """Say whether this is the last rank."""
+        """Return whether this is the last rank."""
         return _group_rank(process_group) == dist.get_world_size(process_group) - 1
 
     def print_on_master(self, msg: str, process_group: dist.ProcessGroup | None = None) -> None:
@@ -115,9 +115,9 @@ def priority_execution(
 ) -> Iterator[None]:
     """Run the block on one rank first, and on the others when it has ended there.
 
-    For work that should be done once and found done by the others: a download, a cache. The wait of the
-    others is bounded by the timeout of the group, and by that of the watchdog, which gives no notice of it
-    before. There is no wait at the end of the block.
+    For work that one rank does for all: a download, a cache. The wait of the others is bounded by the timeout
+    of the group, and by the watchdog's, which gives no notice of it before. There is no wait at the end of
+    the block.
 
     Args:
         executor_rank: The rank, within the group, that goes first.

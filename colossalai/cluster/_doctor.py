@@ -1,7 +1,7 @@
 """Installation report: versions, devices, speed, libraries, and whether they fit (`colossalai check -i`).
 
-Nothing here fails: what cannot be found out, or does not import, is a line of the report. Of torch, abilities
-are asked for, not versions.
+Nothing here fails: missing information or a failed import is a line of the report. Features of torch are
+tested, not versions.
 """
 
 import importlib
@@ -93,7 +93,7 @@ class Library:
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """Whether two things go together; if not, what was found, and what to do."""
+    """Whether two components are compatible; if not, the problem and the remedy."""
 
     name: str
     is_fit: bool
@@ -103,7 +103,7 @@ class Fit:
 
 @dataclass(frozen=True, kw_only=True)
 class InstallationReport:
-    """What is installed, and whether it fits together."""
+    """Installed components, and their compatibility."""
 
     versions: dict[str, str]
     devices: tuple[Device, ...]
@@ -122,8 +122,8 @@ def examine_installation(float32_products: Mapping[str, Product] | None = None) 
     """Look at everything; it takes some seconds, as every optional library is imported in its own process.
 
     Args:
-        float32_products: Further ways to multiply float32 matrices on the CPU, by name, to be measured
-            beside torch's.
+        float32_products: Further implementations of float32 matrix products on the CPU, by name, to be
+            measured together with torch's.
     """
     return InstallationReport(
         versions=_versions(),
@@ -150,7 +150,7 @@ def _library(distribution: str, module: str, purpose: str) -> Library:
 
 
 def _import_error(module: str) -> str | None:
-    """Import a module in another process, where it may crash or hang, and say what came of it."""
+    """Import a module in another process, where it may crash or hang, and return the error, if any."""
     try:
         ended = subprocess.run(
             [sys.executable, "-c", f"import {module}"],

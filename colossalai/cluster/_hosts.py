@@ -36,10 +36,10 @@ def parse_hosts(text: str, *, what: str = "--host") -> tuple[Host, ...]:
 
     Args:
         text: The list.
-        what: Where it comes from, for the error.
+        what: Its origin, for the error.
 
     Raises:
-        ValueError: `text` is empty, a part of it is no host, or a host is in it twice.
+        ValueError: `text` is empty, a part of it is not a host, or a host is in it twice.
     """
     words = [word.strip() for word in _OUTER_COMMA.split(text)]
     try:
@@ -93,7 +93,7 @@ def select_hosts(
         ValueError: `include` and `exclude` are both given, a name is not among `hosts`, or none is left.
     """
     if include and exclude:
-        raise ValueError("--include and --exclude are two ways to say the same; use one of them")
+        raise ValueError("--include and --exclude are alternatives; use one of them")
     known = [host.name for host in hosts]
     option, names = ("--include", include) if include else ("--exclude", exclude)
     for name in names:

@@ -1,14 +1,14 @@
-"""Plain values that ranks tell each other: as bytes that nothing executes, and collectives that carry them.
+"""Plain values exchanged by ranks: as bytes that are never executed, and collectives that carry them.
 
-torch's object collectives pickle, and whoever can write into a socket of the job could have its processes run
-anything. These bytes are JSON of a few forms; a reader makes nothing of them but numbers, text, containers,
-tensors, and records of classes that it has named itself.
+torch's object collectives pickle, so anyone who can write to a socket of the job could run code in its
+processes. These bytes are JSON of a few forms; a reader creates only numbers, text, containers, tensors, and
+records of classes that it has named itself.
 
     None, bool, int, float, str        themselves
     list                               a list
     anything else                      an object with one key, the form: {"tuple": [...]}, {"dtype": "int64"}
-    record                             {"record": 3}, the fourth of a table, so that one that is told twice
-                                       is one at the other end as well
+    record                             {"record": 3}, the fourth of a table, so that a record sent twice
+                                       is one object at the other end as well
 """
 
 import base64
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
-_JSON = {type(None), bool, int, float, str}  # what stands for itself
+_JSON = {type(None), bool, int, float, str}  # types that are their own form
 _SHOWN = 100
 
 
@@ -32,11 +32,11 @@ class PlainCodec:
     """Turns plain values into bytes and back.
 
     Numbers and text, bytes, lists, tuples, sets, dicts, counters, dtypes and tensors (on "meta" without
-    values, else they come back in host memory) can be told. Subclasses of these come back as their base.
+    values, otherwise they are returned in host memory) can be encoded. Subclasses are decoded as their base.
 
     Args:
-        *records: Frozen, hashable dataclasses that can be told, too; both ends name the same ones. One that
-            comes in thousands has methods `to_json` and, of the class, `from_json`, which are faster.
+        *records: Frozen, hashable dataclasses that can be encoded, too; both ends name the same ones.
+            Frequent ones have faster methods `to_json` and, of the class, `from_json`.
     """
 
     def __init__(self, *records: Any) -> None:
@@ -57,7 +57,7 @@ class PlainCodec:
         """Return the value that `encode` made bytes of.
 
         Raises:
-            ValueError: `data` is not what `encode` writes.
+            ValueError: `data` is not an output of `encode`.
         """
         try:
             tree, table = json.loads(data)
@@ -68,7 +68,7 @@ class PlainCodec:
                 records.append(kind.from_json(row) if is_fast else kind(*self._values(row, records)))
             return self._value(tree, records)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, RecursionError) as error:
-            raise ValueError(f"what came from another rank is no value that it tells: {error!r}") from error
+            raise ValueError(f"received bytes are not an encoded plain value: {error!r}") from error
 
     def _tree(self, value: Any, table: list[Any], known: dict[Any, int]) -> Any:
         kind = type(value)
@@ -155,7 +155,7 @@ def broadcast_value(value: Any, *, source: int, group: dist.ProcessGroup | None 
     """Return the plain value of one rank on all ranks of a group; collective. Two broadcasts: size, content.
 
     Args:
-        value: What that rank tells; of the others it is not looked at.
+        value: The value of that rank; ignored on the others.
         source: Its global rank.
         group: The group.
 

@@ -1,7 +1,7 @@
-"""TCP ports and network interfaces: a free port, who holds a port, which interfaces a variable chooses.
+"""TCP ports and network interfaces: free ports, owners of ports, interfaces selected by a variable.
 
-A port that is free now may be taken a moment later. So the answers here are for choosing and for explaining;
-who needs certainty binds the port and handles the refusal.
+A port that is free now can be taken a moment later. So these functions are for selection and error messages;
+code that needs certainty binds the port and handles the refusal.
 
 The pre-flight checks send this file to other machines (see `_probe.py`): no import of ours at the top, and
 nothing that is newer than Python 3.8.
@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LOOPBACK = "127.0.0.1"
-GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # how a user chooses interfaces
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"  # the user's selection of interfaces
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class PortHolder:
     since: datetime.datetime  # when the process started
 
     def describe(self) -> str:
-        """Say in one sentence who holds the port."""
+        """Describe the owner of the port in one sentence."""
         return (
             f"port {self.port} is held by {self.name} (pid {self.pid}, user {self.user}, "
             f"running since {self.since:%Y-%m-%d %H:%M:%S}): {self.cmdline}"
@@ -46,7 +46,7 @@ def free_port() -> int:
 
 
 def port_is_free(port: int, host: str = "") -> bool:
-    """Say whether a server could listen on `port` now.
+    """Return whether a server could listen on `port` now.
 
     Args:
         port: From 1 to 65535.
@@ -59,7 +59,7 @@ def port_is_free(port: int, host: str = "") -> bool:
     if not 1 <= port <= 65535:
         raise ValueError(f"port={port} is not a TCP port; use a number from 1 to 65535")
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
-        # As servers do: the connections of one that has just ended do not block its port.
+        # As servers do: connections of a server that has just ended do not block its port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
@@ -74,15 +74,15 @@ def port_is_free(port: int, host: str = "") -> bool:
 
 
 def holder_of(port: int) -> str:
-    """Say in one sentence who holds a port that somebody holds."""
+    """Describe the owner of a taken port in one sentence."""
     holder = port_holder(port)
     return holder.describe() if holder else f"port {port} is held by a process that this user may not see"
 
 
 def port_holder(port: int) -> PortHolder | None:
-    """Return the process that holds `port`, or None where none does or the system does not tell.
+    """Return the process that owns `port`, None if there is none or it is not visible.
 
-    The system tells about the processes of the same user only, and everything to a privileged one.
+    Processes of other users are visible to a privileged user only.
     """
     import psutil
 

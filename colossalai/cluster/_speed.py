@@ -1,8 +1,8 @@
 """Processor speed: matrix products by precision and library, and memory, measured in half a second.
 
-A training step on a CPU is mostly matrix products, so what they reach in each precision says which one a
-processor is good at. Figures are those of this moment and of one core: threads that wait for one another on a
-machine that others use would say more about those than about the processor.
+A training step on a CPU is mostly matrix products, so their speed in each precision shows the best one for
+a processor. Figures are of this moment and of one core: on a busy machine the waits of several threads for
+one another would hide the speed of the processor.
 """
 
 import time
@@ -22,7 +22,7 @@ _WORTHWHILE = 1.3  # times the speed of float32, from which on fewer bits are ad
 
 @dataclass(frozen=True, kw_only=True)
 class Throughput:
-    """What one kind of work reaches."""
+    """Throughput of one kind of work."""
 
     name: str
     value: float
@@ -31,7 +31,7 @@ class Throughput:
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessorSpeed:
-    """What one core of this processor reaches now, and what follows for a training."""
+    """Throughput of one core of this processor, and advice for a training."""
 
     products: tuple[Throughput, ...]
     memory: Throughput
@@ -68,7 +68,7 @@ def measure_speed(float32_products: Mapping[str, Product] | None = None) -> Proc
 
 
 def advise(float32: float, bfloat16: float) -> str:
-    """Say which precision a processor is good at.
+    """Return advice on the precision for a processor.
 
     Args:
         float32: GFLOP/s of products by the faster library.
@@ -100,7 +100,7 @@ def _measure_copy() -> float:
 
 
 def _best_time(work: Callable[[], object]) -> float:
-    """Return the shortest of several runs in seconds: of two at least, after one that does not count."""
+    """Return the shortest of several runs in seconds: at least two, after a warm-up."""
     work()
     times: list[float] = []
     while len(times) < 2 or sum(times) < _PATIENCE_S:

@@ -1,16 +1,16 @@
-"""Departure: every rank says in the store that it leaves, and the rank that has the store leaves last.
+"""Departure: every rank records in the store that it leaves, and the rank with the store leaves last.
 
 [Note: who has the store leaves last]
-Not only the launch asks the store: a group is made at it when its members first need one, and Gemini numbers
-models there, so a rank may need it after the last collective that it shares with rank 0. Where rank 0 serves
-the store (launched by hand, by SLURM, by OpenMPI) its end would take the store away: "failed to recv, got 0
-bytes" on ranks that did nothing wrong. So rank 0 waits at its end until each rank has left or has died. It
-sees the death of processes of its own machine only; and a rank may go on for long without the job, or hang.
-Hence the deadline, which is that of the launch. Where the launcher serves the store there is no departure; no
-rank waits while an error is on its way.
+The store is needed after the launch: groups are made over it when their members first need them, and Gemini
+numbers models there, so a rank can need it after its last collective with rank 0. If rank 0 serves the store
+(launched by hand, by SLURM, by OpenMPI), its end would remove the store: "failed to recv, got 0 bytes" on
+innocent ranks. So rank 0 waits at its end until each rank has left or has died. It detects the death of
+processes of its own machine only, and a rank can continue for long without the job, or hang. Hence the
+deadline, which is the launch's. If the launcher serves the store there is no departure; no rank waits while
+an error is being raised.
 
-Rank 0 keeps its process groups for the first seconds of that alone: a rank that comes with a collective which
-rank 0 has not is to see a closed connection, not silence.
+Rank 0 keeps its process groups only for the first seconds of that: a rank with a collective that rank 0 does
+not issue has to get a closed connection, not silence.
 """
 
 import sys
@@ -47,11 +47,11 @@ class StoreDeparture:
     """The end of a job whose store ends with rank 0, as far as the other ranks depend on this one.
 
     Attributes:
-        store: Where the ranks have met.
+        store: The store of the job.
         rank: Global rank of this process.
         world_size: Number of ranks.
         timeout: Seconds that rank 0 waits for the other ranks.
-        clock: What it waits by.
+        clock: The clock of its wait.
     """
 
     store: dist.Store
@@ -65,18 +65,18 @@ class StoreDeparture:
         self.store.set(f"process/{self.rank}", PeerProcess.current().to_json())
 
     def leave(self) -> None:
-        """Say that this rank needs the store no more; before it ends its groups.
+        """Record that this rank does not need the store any more; called before its groups end.
 
-        Rank 0 waits for the others, for seconds.
+        Rank 0 waits some seconds for the others.
         """
         with suppress(RuntimeError):  # of the store, which has gone already: no rank waits at it
             self.store.set(f"left/{self.rank}", "")
             self._wait(min(_GROUPS_S, self.timeout))
 
     def keep_store(self) -> None:
-        """Wait until the others need the store no more, if it ends with this rank; its groups have ended.
+        """Wait for the others, if the store ends with this rank; called after its groups have ended.
 
-        A line says for which ranks it waits, another one for which it does not wait any longer.
+        The missing ranks are logged, and again those missing at the deadline.
         """
         if not (missing := self._wait(0.0)):
             return

@@ -1,15 +1,15 @@
-"""Store server: the TCPStore at which ranks meet, and where it and gloo listen on a machine.
+"""Store server: the TCPStore for the rendezvous of ranks, and the addresses of it and gloo on a machine.
 
-torch's store and gloo listen on every interface, or on the one that the host's name leads to, and ask nobody
-who connects for a password. Where all ranks are on one machine nobody else has to reach them: the store gets
-a socket that is bound to the loopback already, and gloo is told its interface.
+torch's store and gloo listen on every interface, or on that of the host's name, without authentication. If
+all ranks are on one machine, no other machine has to reach them: the store gets a socket that is bound to the
+loopback already, and gloo gets its interface.
 
 [Note: one time limit]
-torch's client of a store keeps no limit: it looks the name up as long as the name server takes, it waits for
-ever for a server that accepts and says nothing, and where it gives up it spends seconds on writing C++ stacks
-to stderr. So whoever joins looks first, by plain sockets, whether somebody listens there yet, and torch's
-client, which then finds a server, runs in a thread. A thread that is given up is left behind: nothing ends a
-lookup, or a call of compiled code.
+torch's client of a store has no time limit: a lookup takes as long as the name server, a server that accepts
+and sends nothing blocks it for ever, and at a failure it spends seconds on writing C++ stacks to stderr. So a
+joining rank first tests with plain sockets whether a server listens, and torch's client, which then finds
+one,
+runs in a thread. After a timeout the thread is abandoned: nothing ends a lookup, or a call of compiled code.
 """
 
 import errno
@@ -34,7 +34,7 @@ from colossalai.monitor import kernel_and_namespace
 
 _TIMEOUT = timedelta(seconds=300)
 _BACKLOG = 2048
-_IS_UP, _IS_LOOPBACK = 0x1, 0x8  # of an interface's flags
+_IS_UP, _IS_LOOPBACK = 0x1, 0x8  # flags of an interface
 
 
 def is_loopback(host: str) -> bool:
@@ -53,7 +53,7 @@ def serve_store(host: str, port: int, *, timeout: timedelta = _TIMEOUT) -> dist.
     Args:
         host: An address or a name of this machine; on a loopback address only this machine can reach it.
         port: 0 is any free one.
-        timeout: That of the client.
+        timeout: Timeout of the client.
 
     Raises:
         DistNetworkError: `port` is taken.
@@ -90,7 +90,7 @@ def _listener(host: str, port: int) -> socket.socket | None:
 
 
 def network_of_this_process() -> str:
-    """Return what is the same for processes that share a loopback, and for no others."""
+    """Return a value shared by exactly the processes with one loopback."""
     kernel, namespace = kernel_and_namespace("net")
     return f"{kernel} {namespace}" if namespace else f"process {os.getpid()} of {platform.node()}"
 
@@ -139,7 +139,7 @@ def wait_for_name(host: str, port: int, *, deadline: float) -> list[Any]:
         deadline: Until when, by `time.monotonic`.
 
     Raises:
-        ConnectionError: `host` is not known by `deadline`; the message says why.
+        ConnectionError: `host` is not known by `deadline`; the message has the reason.
     """
     reason = "no time was left to look the name up"
     while (left := deadline - time.monotonic()) > 0:
@@ -154,7 +154,7 @@ def wait_for_name(host: str, port: int, *, deadline: float) -> list[Any]:
 
 
 def wait_for_server(host: str, port: int, *, deadline: float) -> None:
-    """Wait until something listens at an address that waits for its clients to speak, as a store does.
+    """Wait until a server listens at an address that waits for data of its clients, as a store does.
 
     Args:
         host: Its name or address.
@@ -162,7 +162,7 @@ def wait_for_server(host: str, port: int, *, deadline: float) -> None:
         deadline: Until when, by `time.monotonic`.
 
     Raises:
-        ConnectionError: No server listens at the address by `deadline`; the message says why.
+        ConnectionError: No server listens at the address by `deadline`; the message has the reason.
     """
     reason = ""
     while True:
@@ -188,8 +188,8 @@ def within(seconds: float, call: Callable[[], _T]) -> _T:
     """Return what a call returns, if it does so in time.
 
     Args:
-        seconds: How long it may take; its thread is left behind then.
-        call: Takes no lock of Python's while it waits.
+        seconds: Time limit; the thread is then abandoned.
+        call: A function that releases Python's lock while it waits.
 
     Raises:
         TimeoutError: `call` has not returned by then.

@@ -2,19 +2,19 @@
 
 For users: `notebook_launcher`. For the package: all else; `colossalai run` is its command line.
 
-| word | what it is |
+| term | definition |
 | --- | --- |
 | controller | the process of `colossalai run` in a job on several hosts: it decides (`_controller.py`) |
 | agent | the process that starts and watches the ranks of one host: torch's elastic agent (`_agent.py`) |
 | host agent | the program around an agent that the controller starts over ssh (`_host_agent.py`) |
-| worker | the process of one rank, and what it does before the script (`_worker.py`) |
-| rendezvous | the store at which the ranks meet, and this host's part in it |
-| heartbeat | what controller and agent send each other, so that a dead link is seen (`_protocol.py`) |
+| worker | the process of one rank, and its setup before the script (`_worker.py`) |
+| rendezvous | the store of the ranks, and this host's index in it |
+| heartbeat | a periodic message of controller and agent, to detect a dead link (`_protocol.py`) |
 | mark | the variable that all processes of a job on a host have in their environment (`_cleanup.py`) |
-| sweep | the search for what an agent that is gone has left on its host, by the mark |
+| sweep | the search for leftovers of a lost agent on its host, by the mark |
 | probe | the program that answers the questions of the pre-flight checks on a host (`preflight/`) |
 
-`launch` imports torch, so it is imported when it is first asked for: an agent talks to its controller before.
+`launch` imports torch, so it is imported at its first use: an agent sends messages to its controller before.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -33,5 +33,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import `launch`, or a sub-module, when it is first asked for (PEP 562)."""
+    """Import `launch`, or a sub-module, at its first use (PEP 562)."""
     return find_name(__name__, {"launch": "colossalai.launcher._agent"}, name)

@@ -1,8 +1,8 @@
 """Agent of one host: torch's elastic agent, which starts the ranks, watches them and ends them.
 
 torch's agent gives the ranks their environment and starts each in a session of its own. `LocalAgent` adds
-what a user at a terminal needs: it knows which rank failed first, and it ends the whole tree of processes
-within seconds. See docs/design/launcher.md.
+the diagnosis of the first failing rank, and the end of the whole process tree within seconds. See
+docs/design/launcher.md.
 """
 
 import contextlib
@@ -41,29 +41,29 @@ from colossalai.launcher._processes import (
 from colossalai.launcher._protocol import ControllerLink
 from colossalai.launcher._worker_pipes import WorkerPipes
 
-_LAST_WORDS_S = 2.0  # in which the peers of a killed rank say what they miss of it
+_LAST_WORDS_S = 2.0  # time for the peers of a killed rank to report their errors
 _POLL_S = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rendezvous:
-    """Where the ranks of a job meet, and which of its hosts this one is."""
+    """Address of a job's store, and the index of this host."""
 
     run_id: str
     master_addr: str
     master_port: int
     node_rank: int = 0
     num_nodes: int = 1
-    attempt: int = 0  # how often the job was started before
+    attempt: int = 0  # number of earlier starts of the job
     max_restarts: int = 0
     timeout_s: float = 600.0  # for the agents to meet
 
 
 def launch(job: Job) -> int:
-    """Run a job that was checked to its end and return its exit code.
+    """Run a checked job to its end and return its exit code.
 
-    It is 0 if all ranks ended with 0; else the first failing rank's, where death by signal N is 128 + N; and
-    128 + N also if this process was asked to stop with signal N.
+    The code is 0 if all ranks ended with 0, otherwise the first failing rank's (128 + N after signal N),
+    and 128 + N if signal N stopped this process.
 
     Raises:
         ValueError: The port of the job has been taken since it was checked.
@@ -105,7 +105,7 @@ def prepare(job: Job) -> Binding:
     os.environ.setdefault("OMP_NUM_THREADS", str(binding.num_threads))
     os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
     adopt_orphans()
-    # torch's agent logs what we say better; to a handler that does nothing, or Python would print it.
+    # Our reports replace those of torch's agent. A null handler keeps Python from printing them.
     elastic_logger = logging.getLogger("torch.distributed.elastic")
     elastic_logger.addHandler(logging.NullHandler())
     elastic_logger.propagate = False
@@ -116,8 +116,8 @@ class LocalAgent(LocalElasticAgent):
     """torch's agent, which also finds the first failing rank, and leaves no process behind.
 
     Args:
-        spec: What to run, as torch's agent takes it.
-        logs: Where the ranks' output and their errors go.
+        spec: The ranks to run, as torch's agent takes them.
+        logs: Destination of the ranks' output and errors.
         drain_s: Seconds that rank 0 has to end the job well after a signal; None: a signal ends all ranks.
     """
 
@@ -125,7 +125,7 @@ class LocalAgent(LocalElasticAgent):
         super().__init__(spec, logs)
         self.failure: JobFailure | None = None
         self._drain_s = drain_s
-        self._drain: tuple[signal.Signals, float] | None = None  # what asked for it, and its latest end
+        self._drain: tuple[signal.Signals, float] | None = None  # its signal, and its deadline
         self._num_asked = 0
         self._ended_at: dict[int, float] = {}  # by pid
 
@@ -193,12 +193,12 @@ class LocalAgent(LocalElasticAgent):
             return RunResult(state=WorkerState.HEALTHY)
         self._hear_peers(self.failure)
         self.on_failure()
-        self._remaining_restarts = 0  # whoever has started this agent starts the next one
+        self._remaining_restarts = 0  # restarts are made by the process that started this agent
         end_descendants(signal.SIGTERM, grace_s=GRACE_S)
         return RunResult(state=WorkerState.FAILED)
 
     def _hear_peers(self, failure: JobFailure) -> None:
-        """Let ranks that miss a killed one say so, where they are about to, before all are ended."""
+        """Wait briefly for the errors of a killed rank's peers, before all ranks are ended."""
         if not (isinstance(failure.first, RankState) and failure.first.was_killed):
             return
         deadline = time.monotonic() + _LAST_WORDS_S
@@ -210,7 +210,7 @@ class LocalAgent(LocalElasticAgent):
             time.sleep(_POLL_S)
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
-        """End all processes, unless the job succeeded: then what it left running is meant to run."""
+        """End all processes, unless the job succeeded: its background processes then keep running."""
         if self.get_worker_group().state != WorkerState.SUCCEEDED:
             end_descendants(death_sig, grace_s=GRACE_S)
         super()._shutdown(death_sig, timeout)
@@ -233,11 +233,11 @@ def listen(address: str, port: int) -> TCPStore:
 
 
 def worker_spec(job: Job, rendezvous: Rendezvous, binding: Binding) -> WorkerSpec:
-    """Say in torch's terms what this machine's agent starts."""
+    """Return torch's description of the ranks of this machine's agent."""
     kind = "module" if job.is_module else "script"
     # torch's agent fills "${local_rank}" into arguments; "$$" is its spelling of "$".
     target, *args = (argument.replace("$", "$$") for argument in (job.target, *job.args))
-    # "static" is what a known list of machines needs: its store is the one of `listen`, which allows several
+    # A known list of machines needs "static": it uses the store of `listen`, which allows several
     # users of its port within a process, and the ranks get this port as MASTER_PORT.
     parameters = RendezvousParameters(
         backend="static",
@@ -263,14 +263,14 @@ def worker_spec(job: Job, rendezvous: Rendezvous, binding: Binding) -> WorkerSpe
 
 
 class ControlledAgent(LocalAgent):
-    """Tells the controller how the ranks are, and waits at the end for its word instead of for a store.
+    """An agent that reports its ranks to the controller, whose message replaces the store's exit barrier.
 
     Args:
-        spec: What to run.
-        pipes: Where the ranks' output goes.
-        link: The way to the controller.
-        ending: Held by whoever ends the ranks: they are not looked at then, since their ends say nothing.
-        attempt: How often the job was started before; a script sees it as TORCHELASTIC_RESTART_COUNT.
+        spec: The ranks to run.
+        pipes: Destination of the ranks' output.
+        link: The connection to the controller.
+        ending: Held while the ranks are being ended: their exit codes are not evaluated then.
+        attempt: Number of earlier starts of the job; TORCHELASTIC_RESTART_COUNT of a script.
     """
 
     def __init__(

@@ -1,9 +1,9 @@
-"""Cleanup of a host: the processes and folders that an agent left which is gone or stuck.
+"""Cleanup of a host: processes and folders left by a lost or stuck agent.
 
     python -m colossalai.launcher._cleanup MARK
 
-Every process below an agent has the agent's mark in its environment, whatever session it is in and whoever
-its parent is now.
+Every process below an agent has the agent's mark in its environment, in any session and after any change of
+its parent.
 """
 
 import contextlib
@@ -34,7 +34,9 @@ class JobFolder:
         self.path = Path(tempfile.mkdtemp(prefix=f"{_PREFIX}{kind}_"))
         part = self.path / f"{_LOCK}.part"
         self._lock = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody will take it for abandoned
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: the folder never counts as abandoned
             fcntl.flock(self._lock, fcntl.LOCK_EX)
             part.rename(self.path / _LOCK)  # from now on it is seen, and held
 
@@ -67,7 +69,7 @@ def main() -> None:
 
 
 def sweep(mark: str) -> None:
-    """End all processes with this mark but this one: ask them first, and kill what is left."""
+    """End all other processes with this mark: SIGTERM first, then SIGKILL for the rest."""
     own = os.getpid()
     end_processes(
         lambda: [process for process in psutil.process_iter() if process.pid != own and _has(process, mark)],

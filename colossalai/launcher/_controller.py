@@ -1,19 +1,19 @@
 """Controller of a job on several hosts: starts an agent on each, and ends or restarts them all together.
 
-The controller alone decides: agents report and obey, and no two of them wait for one another (who says what
-when: [Note: the talk of controller and agent] in `_host_agent.py`).
+The controller alone decides: agents report and obey, and never wait for one another (order of messages:
+[Note: the talk of controller and agent] in `_host_agent.py`).
 
 [Note: a restart is a new start]
-Nothing of a start outlives it: no agent, no store, no port, no rank. So a rank cannot meet anything that an
-earlier one has left behind, which is what makes restarts inside one rendezvous flaky. The script finds its
-way back by itself, from its last complete checkpoint.
+Nothing of a start outlives it: no agent, no store, no port, no rank. So a rank cannot meet leftovers of an
+earlier one, which make restarts inside one rendezvous flaky. The script resumes by itself from its last
+complete checkpoint.
 
 [Note: who ends whom, and by when]
-A rank that fails is found by its agent, which ends the ranks beside it (`GRACE_S`, then SIGKILL) and says so.
-The controller then has every other agent end its ranks, with the same grace. An agent that is not gone
-`_KILL_S` after that is killed with its ssh client; what it leaves, like what a lost agent leaves, is found by
-the mark in its environment and ended by a sweep over a new connection, for at most `_SWEEP_S`. An agent whose
-controller is gone ends its ranks by itself ([Note: heartbeats] in `_protocol.py`). So when the command
+A failed rank is found by its agent, which ends its other ranks (`GRACE_S`, then SIGKILL) and reports it.
+The controller then makes every other agent end its ranks, with the same grace. An agent that still runs
+`_KILL_S` after that is killed with its ssh client; its leftovers, like those of a lost agent, are found by
+the mark in their environment and ended by a sweep over a new connection, for at most `_SWEEP_S`. An agent
+whose controller is gone ends its ranks by itself ([Note: heartbeats] in `_protocol.py`). So when the command
 returns, nothing of the job runs on any host that can be reached.
 """
 
@@ -33,7 +33,7 @@ from colossalai.launcher._output import Screen
 from colossalai.launcher._processes import GRACE_S, signals_to_heed
 from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes, kill
 
-_KILL_S = 6.0  # beyond the grace, until an agent that does not end is killed
+_KILL_S = 6.0  # time after the grace until a running agent is killed
 _SWEEP_S = 10.0  # to reach a host again and end what is left there
 _RETRY_S = 1.0  # between two tries to reach a host that may come back
 _LATECOMER_S = 8.0  # how long a job that can do with fewer hosts waits for one that is lost
@@ -48,7 +48,7 @@ class LaunchRefusedError(Exception):
 
 
 class Stage(IntEnum):
-    """How far an agent has come; it only goes forward."""
+    """Progress of an agent; it never decreases."""
 
     STARTING = 0
     HELLO = 1
@@ -69,13 +69,13 @@ _STAGE_OF = {
 
 
 class AgentHandle(RemoteProcess):
-    """An agent as the controller sees it: how far it has come, and what it has said.
+    """The controller's view of an agent: its stage and its messages.
 
     Args:
         host: The machine.
         command: Starts the agent there, with messages on stdin and stdout.
         variables: The first line for its stdin.
-        screen: Where its ranks' lines go.
+        screen: Destination of its ranks' lines.
         on_change: Called when there is news.
     """
 
@@ -93,7 +93,7 @@ class AgentHandle(RemoteProcess):
         self._has_ended = False
 
     def lose(self, what: str) -> None:
-        """Note that it is gone without a word; what was noted first counts."""
+        """Record that it is lost without a message; the first record counts."""
         self.loss = self.loss or NodeLoss(host=self.host.name, what=what, time=self.heard_at)
         self.is_in_trouble = True
         self._on_change()
@@ -132,7 +132,7 @@ class AgentHandle(RemoteProcess):
         self._on_change()
 
     def _describe_end(self, code: int) -> str:
-        """Say how a process ended that should not have; ssh itself ends with 255."""
+        """Describe an unexpected end of a process; ssh itself ends with 255."""
         told = "; ".join(line.decode(errors="replace") for line in [*self.errors][-_ERROR_LINES:])
         if self.stage == Stage.STARTING:
             return told or f"its agent could not be started (exit code {code})"
@@ -161,11 +161,11 @@ class _Controller:
     def __init__(self, cluster: ClusterJob) -> None:
         self._cluster = cluster
         self._screen = Screen(cluster.log_dir)
-        self._news = asyncio.Event()  # set by every agent that says something, and by signals
+        self._news = asyncio.Event()  # set by every message of an agent, and by signals
         self._agents: list[AgentHandle] = []
         self._stopped_by: signal.Signals | None = None
-        self._num_asked = 0  # signals that rank 0 has got, to end the job by itself
-        self._has_started = False  # once: from then on a host that does not answer may be one that returns
+        self._num_asked = 0  # signals that were passed to rank 0, to end the job by itself
+        self._has_started = False  # set once: a host that does not answer later can still return
 
     async def run(self) -> int:
         """Start the job, again after a failure as long as it may be; return the exit code."""
@@ -229,7 +229,7 @@ class _Controller:
             tried = [self._new_agent(host, attempt) for host in missing]
             await asyncio.gather(*(agent.start() for agent in tried))
             self._agents += tried
-            # "ready" comes when torch is imported, which no agent waits for at another one; until then an
+            # "ready" is sent when torch is imported, and no agent waits for it at another one; until then an
             # agent that is gone is no trouble, if the job can do without its host.
             await self._until(
                 lambda: (
@@ -303,12 +303,12 @@ class _Controller:
             )
 
     async def _end(self, *, gives_up: bool = False) -> JobFailure | None:
-        """End what still runs, everywhere; return how the job failed, unless it did not or was stopped.
+        """End all remaining processes on all hosts; return the failure of the job, if it failed.
 
         See [Note: who ends whom, and by when].
 
         Args:
-            gives_up: End the agents though nothing is wrong with any of them.
+            gives_up: End agents although none of them has failed.
 
         Raises:
             LaunchRefusedError: An agent has refused.
@@ -341,7 +341,7 @@ class _Controller:
         return blame(ranks, losses) if ranks or losses else None
 
     async def _sweep(self, host: Host) -> None:
-        """End what an agent that is gone or stuck has left on a host, if the host can be reached."""
+        """End the leftovers of a lost or stuck agent on a host, if the host can be reached."""
         process = await asyncio.create_subprocess_exec(
             *self._cluster.sweep_command(host),
             stdin=asyncio.subprocess.PIPE,
@@ -369,7 +369,7 @@ class _Controller:
         try:
             await asyncio.wait_for(wait(), timeout_s)
         except TimeoutError:
-            return  # the caller looks at what has become of it
+            return  # the caller checks the stage
 
     def _is_over(self) -> bool:
         return self._stopped_by is not None or any(agent.is_in_trouble for agent in self._agents)
@@ -387,7 +387,7 @@ class _Controller:
     def _on_signal(self, number: signal.Signals) -> None:
         """The first signal ends the job with grace; a second one kills it.
 
-        A job that ends by itself gets two before: rank 0 hears of them.
+        A job that ends by itself gets two signals before: they are passed to rank 0.
         """
         drain_s = self._cluster.job.drain_s
         has_ranks = self._agents and all(agent.stage >= Stage.STARTED for agent in self._agents)

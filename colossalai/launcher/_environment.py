@@ -1,11 +1,11 @@
-"""Environment of a job on several hosts: which of the caller's variables go along, and how they get there.
+"""Environment of a job on several hosts: the forwarded variables of the caller, and their transport.
 
 [Note: variables over stdin]
-Whoever may list the processes of a machine sees their command lines, there and here. So no variable stands on
-one: a shell reads them from the first line of its stdin and leaves the rest of it to the command. It is a
-shell, since the interpreter itself may need some of them (LD_LIBRARY_PATH), and `read` takes no byte beyond
-the line. A newline in a value is the shell variable `cai_nl`, and none stands in the script: csh, as a login
-shell, takes no newline between quotes.
+Every user who can list the processes of a machine can read their command lines. So variables are never put
+on one: a shell reads them from the first line of its stdin and leaves the rest of it to the command. It has
+to be a shell, since the interpreter itself can need some of them (LD_LIBRARY_PATH), and `read` takes no byte
+beyond the line. A newline in a value is the shell variable `cai_nl`, and the script contains none: csh, as a
+login shell, accepts no newline between quotes.
 """
 
 import os
@@ -27,7 +27,7 @@ _NAMES = (
     "PYTHONUNBUFFERED",
     "PYTHONWARNINGS",
 )
-_SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")  # in names of what stays on this machine
+_SECRETS = ("TOKEN", "KEY", "SECRET", "PASS", "CREDENTIAL", "AUTH")  # names kept on this machine
 _NOT_SECRET = ("NCCL_IB_PKEY", "UCX_IB_PKEY")  # a partition of InfiniBand
 
 READ_VARIABLES = (
@@ -41,11 +41,11 @@ def forwarded_environment(environment: Mapping[str, str], given: Sequence[str] =
     """Return the variables that every host gets: those that matter to a job, and the user's --env.
 
     Args:
-        environment: The caller's.
-        given: See `given_variables`; they win.
+        environment: The caller's environment.
+        given: See `given_variables`; they take precedence.
 
     Raises:
-        ValueError: A word of `given` is no variable.
+        ValueError: A word of `given` is not a variable.
     """
     names = [name for name in sorted(environment) if _matters(name) and not is_secret(name)]
     kept = {name: environment[name] for name in names}
@@ -62,7 +62,7 @@ def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dic
     """Return the variables of --env.
 
     Args:
-        given: "NAME=VALUE" each, or "NAME" for the caller's value, which then stands on no command line.
+        given: "NAME=VALUE" each, or "NAME" for the caller's value, which keeps it off the command line.
         environment: The caller's.
 
     Raises:
@@ -82,7 +82,7 @@ def given_variables(given: Sequence[str], environment: Mapping[str, str]) -> dic
 
 
 def package_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the PYTHONPATH with which this package is found, if only for standing beside the caller."""
+    """Return the PYTHONPATH for this package, if it is found through the caller's directory only."""
     root = str(Path(__file__).resolve().parents[2])
     if root != os.getcwd():
         return {}
@@ -105,7 +105,7 @@ def variables_line(env: Mapping[str, str]) -> bytes:
     """Return the line from which `READ_VARIABLES` sets these variables.
 
     Raises:
-        ValueError: A name of `env` is no name of a shell variable.
+        ValueError: A name of `env` is not a name of a shell variable.
     """
     for name in env:
         if not is_variable_name(name):
@@ -120,4 +120,4 @@ def is_variable_name(name: str) -> bool:
 
 
 def _quoted(value: str) -> str:
-    return shlex.quote(value).replace("\n", "'\"$cai_nl\"'")  # what holds a newline is in single quotes
+    return shlex.quote(value).replace("\n", "'\"$cai_nl\"'")  # a value with a newline is in single quotes

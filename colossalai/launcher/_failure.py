@@ -1,14 +1,15 @@
-"""Failure of a job: which rank failed first, and how it is told.
+"""Failure of a job: the first failing rank, and its report.
 
 [Note: the first failure]
-When one rank ends, its peers fail soon after with "connection closed" and the like. Who is to blame?
-- A rank that was killed by a signal. We have sent none at this point, so somebody else has: it is the cause.
-- SIGABRT is the exception: compiled code aborts itself, mostly because a peer is gone, or sends what nobody
-  expects. It leaves no error, and those of its peers, who can say why, come a moment later: they are awaited.
-- Else the rank whose error is the oldest. A rank writes down the time of its error when it is raised, which
-  may be long before the rank ends.
-- A node that is lost takes its ranks along, and those of the others then raise: it is the cause, unless a
-  rank was killed elsewhere or has an error that is older by more than what a message takes.
+When one rank ends, its peers fail soon after with "connection closed" and the like. The rules:
+- A rank killed by a signal is the cause, since the launcher has sent none at this point.
+- SIGABRT is the exception: compiled code aborts itself, mostly because a peer is gone or sends
+  unexpected data. It leaves no error, and the errors of its peers, which explain it, follow: they are
+  awaited.
+- Otherwise the rank with the oldest error. A rank records the time at which its error is raised, which can
+  be long before its end.
+- A lost node ends its ranks, and ranks of other nodes then raise: it is the cause, unless a rank of another
+  node was killed or has an error that is older by more than the time of a message.
 """
 
 import json
@@ -23,20 +24,20 @@ from typing import NoReturn, cast
 from colossalai.launcher._worker import write_error
 
 REFUSED = 2
-"""Exit code of a rank that refuses what it was asked for, as of a wrong option."""
+"""Exit code of a rank that refuses its task, for example a wrong option."""
 
-_MESSAGE_S = 1.0  # what the news of a lost node may take; the errors of its peers may arrive before it
+_MESSAGE_S = 1.0  # delay of the report of a lost node; errors of its peers can arrive before it
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankError:
-    """The error that a rank wrote down when nobody caught it (see `_worker.WorkerErrorHook`)."""
+    """The uncaught error that a rank recorded (see `_worker.WorkerErrorHook`)."""
 
     message: str  # one line: "ValueError: ..."
     traceback: str  # empty for a sys.exit
     time: float  # seconds since the epoch
     exit_code: int
-    is_refusal: bool = False  # a sentence for whoever asked, who has no use for a traceback
+    is_refusal: bool = False  # a sentence for the user, without a traceback
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +74,7 @@ class RankState:
         return max(0, -(self.exit_code or 0))
 
     def describe(self) -> str:
-        """Say in one line how it ended."""
+        """Describe its end in one line."""
         place = f" on {self.host}" if self.host else ""
         name = f"rank {self.global_rank}{place} (pid {self.pid})"
         if self.was_killed:
@@ -89,11 +90,11 @@ class NodeLoss:
 
     host: str
     what: str
-    time: float  # when it was last heard of, in seconds since the epoch
+    time: float  # time of its last message, in seconds since the epoch
     shell_code: int = 1
 
     def describe(self) -> str:
-        """Say in one line what is known."""
+        """Describe it in one line."""
         return f"{self.host} is lost: {self.what}"
 
 
@@ -106,14 +107,14 @@ class JobFailure:
 
     @property
     def is_refusal(self) -> bool:
-        """Whether nothing is broken: what was asked for cannot be done, today and at a restart."""
+        """Whether the job was refused: a restart would fail in the same way."""
         error = self.first.error if isinstance(self.first, RankState) else None
         return error is not None and error.is_refusal
 
     def describe(self) -> str:
-        """Say which rank failed first and why, with its traceback; and one line for each of the others.
+        """Describe the first failing rank with its traceback, and each of the others in one line.
 
-        Of a refusal only the sentence is told: it is the same on all ranks.
+        A refusal is its sentence only: it is the same on all ranks.
         """
         if isinstance(self.first, RankState) and self.first.error is not None and self.is_refusal:
             return self.first.error.message
@@ -134,8 +135,8 @@ def find_failure(ranks: list[RankState], *, now: float, patience_s: float) -> Jo
     Args:
         ranks: All ranks; none of them has been sent a signal by us.
         now: Seconds since the epoch.
-        patience_s: How long a rank with an error may take to end (to close files, to write logs), and
-            the peers of a rank that aborted to say why.
+        patience_s: Time for a rank with an error to end (to close files, to write logs), and for the
+            peers of an aborted rank to report their errors.
     """
     failed = sorted((rank for rank in ranks if rank.has_failed), key=_order_of_blame)
     have_ended = all(rank.exit_code is not None for rank in ranks)
@@ -158,7 +159,7 @@ def blame(ranks: list[RankState], losses: list[NodeLoss]) -> JobFailure:
 
 
 def read_error(path: Path) -> RankError | None:
-    """Read what a rank has written down, or return None if it has not."""
+    """Read the recorded error of a rank; None without one."""
     try:
         message = json.loads(path.read_text(encoding="utf-8"))["message"]
     except (FileNotFoundError, json.JSONDecodeError):
@@ -187,7 +188,7 @@ def refuse(error: ValueError) -> NoReturn:
 
 
 def _is_certain(rank: RankState, long_ago: float) -> bool:
-    """Whether nobody who is still to be heard can have failed before this rank, or knows better why."""
+    """Whether no pending report can contain an earlier failure, or a better explanation of it."""
     if rank.exit_code == -signal.SIGABRT and rank.error is None:
         return rank.ended_at is None or rank.ended_at < long_ago
     return rank.exit_code is not None or (rank.error is not None and rank.error.time < long_ago)

@@ -3,18 +3,18 @@
     python -m colossalai.launcher._host_agent --run-id ID ... -- TARGET ARGS...
 
 [Note: the talk of controller and agent]
-    agent:      hello          it runs, and what it is called
-    agent:      ready          torch is imported; with how the ranks will be bound to cores
+    agent:      hello          it runs; with its name
+    agent:      ready          torch is imported; with the binding of ranks to cores
     controller: listen         to the first node: open the store
     agent:      listening      with the port
-    controller: go             who is in, and where the store is
-    agent:      started, line  the ranks run, and write
-    agent:      done           its ranks have ended well, those of others may run on
-    controller: finish         all have
+    controller: go             with the participating hosts and the store's address
+    agent:      started, line  the ranks run; a line of their output
+    agent:      done           its ranks have ended well; those of others can still run
+    controller: finish         all ranks have ended well
     agent:      failed         a rank has failed; its ranks are being ended
-    controller: stop           end your ranks, whatever they do
-    agent:      ended          nothing is left; with the ranks that had failed
-    agent:      refused        it cannot be done, with the reason
+    controller: stop           end the ranks in any state
+    agent:      ended          no process remains; with the ranks that had failed
+    agent:      refused        the job cannot be started, with the reason
 and heartbeats in both directions (see [Note: heartbeats] in `_protocol.py`).
 """
 
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class HostAgent:
-    """What this host was asked to do, and how that ends.
+    """One host's part of a job, from its start to its end.
 
     Args:
         options: The command line.
@@ -64,17 +64,17 @@ class HostAgent:
         )
         self.options = options
         self.agent: LocalAgent | None = None
-        self.ending = threading.Lock()  # whoever holds it ends the ranks, and nobody else looks at them
+        self.ending = threading.Lock()  # its holder ends the ranks, whose states are not read meanwhile
         remove_abandoned_folders()
         self.folder = JobFolder("node")  # before the link: its threads may end this process at once
         self.link = ControllerLink({"stop": self._stop, "ask": self._ask}, on_loss=self._lose)
 
     def run(self) -> None:
-        """Do what the controller says, to the end of the job."""
+        """Execute the controller's messages until the end of the job."""
         self.link.start()
         self.link.send("hello", pid=os.getpid(), host=socket.gethostname())
         if mark := os.environ.get(MARK_VARIABLE):
-            sweep(mark)  # of an earlier start of this job, whose link was lost
+            sweep(mark)  # processes of an earlier start of this job, whose link was lost
         _agent = _import_launcher()
         binding = _agent.prepare(self.job)
         self.link.send("ready", num_procs=binding.num_ranks, note=binding.note)
@@ -115,7 +115,7 @@ class HostAgent:
         self._send_end([] if agent.failure is None else [agent.failure.first, *agent.failure.later])
 
     def _send_end(self, failed: Sequence["RankState | NodeLoss"]) -> None:
-        """Say that nothing is left; `now` lets the controller read times by its own clock."""
+        """Report that no process remains; `now` lets the controller convert times to its clock."""
         self.link.send("ended", ranks=[asdict(rank) for rank in failed], now=time.time())
 
     def _send_line(self, global_rank: int, stream: str, line: bytes) -> None:
@@ -128,7 +128,7 @@ class HostAgent:
             return
         if self.agent is not None and self.agent.failure is not None:
             self.ending.release()
-            return  # the main thread has just ended them, and says so
+            return  # the main thread has just ended them, and reports it
         ranks = [] if self.agent is None else [rank for rank in self.agent.look_at_ranks() if rank.has_failed]
         end_descendants(signal.Signals(message["signal"]), grace_s=message["grace_s"])
         self._send_end(ranks)
@@ -146,7 +146,7 @@ class HostAgent:
         self._exit(1)
 
     def _exit(self, code: int) -> None:
-        """End now, whatever the main thread waits for."""
+        """End the process now, in any state of the main thread."""
         self.folder.remove()
         os._exit(code)
 
@@ -154,8 +154,8 @@ class HostAgent:
 def _import_launcher() -> ModuleType:
     """Import torch, while the link is already watched.
 
-    Its store warns of each peer that has an address and no name, as on many clusters; where the user has set
-    no level, it is asked for errors only. The level is read at the import; the ranks do not get it.
+    Its store warns of each peer that has an address and no name, as on many clusters; without a level set by
+    the user, its log level is errors. The level is read at the import; the ranks do not inherit it.
     """
     is_ours = "TORCH_CPP_LOG_LEVEL" not in os.environ
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -167,7 +167,7 @@ def _import_launcher() -> ModuleType:
 
 
 class StopSignal(BaseException):
-    """This process was asked to end before it has started a rank."""
+    """A signal ends this process before it has started a rank."""
 
 
 def _raise_stop(number: int, frame: FrameType | None) -> None:

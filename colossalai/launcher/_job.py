@@ -1,4 +1,4 @@
-"""Job descriptions: what `colossalai run` starts on one host or several, and whether it can be started."""
+"""Job descriptions: the command of a job on one host or several, and checks before its start."""
 
 import importlib.machinery
 import importlib.util
@@ -20,13 +20,13 @@ MOST_ASKED = 2
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What to run on this machine."""
+    """A job on this machine."""
 
     target: str  # the path of a script, or the name of a module
     args: tuple[str, ...] = ()
     is_module: bool = False
     num_procs: int | None = None  # one per accelerator, or one
-    bind: bool | None = None  # None: where it may help, if nobody has bound them; see `bind_ranks`
+    bind: bool | None = None  # None: where it can help, unless they are bound already; see `bind_ranks`
     master_port: int = 0  # 0: any free one
     # Seconds that rank 0 has to end the job well after a signal, which it alone gets; a second signal goes to
     # it, too. None: a signal ends all ranks.
@@ -34,7 +34,7 @@ class Job:
 
 
 def check_job(job: Job) -> None:
-    """Refuse what cannot be started, before anything is.
+    """Check a job before anything is started.
 
     Raises:
         ValueError: `num_procs` is below 1, there is no such script or module, or the port cannot be used.
@@ -47,7 +47,7 @@ def check_job(job: Job) -> None:
 
 
 def port_taken(port: int) -> str:
-    """Say who holds the port and what to do."""
+    """Describe the owner of a port, and the remedy."""
     return f"{holder_of(port)}; use another --master_port, or none to have a free one picked"
 
 
@@ -84,7 +84,7 @@ _LOOPBACK = ("localhost", "127.", "::1")
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterJob:
-    """What to run, on which machines, and what to do when one is lost."""
+    """A job on several machines, with its policy for lost ones."""
 
     job: Job
     hosts: tuple[Host, ...]
@@ -93,14 +93,14 @@ class ClusterJob:
     master_addr: str | None = None  # the first host's name if not given
     ssh_port: int | None = None
     env: dict[str, str] = field(default_factory=dict)
-    absent: Mapping[str, str] = field(default_factory=dict)  # hosts that the first start leaves out, and why
-    interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: how it reaches the others
+    absent: Mapping[str, str] = field(default_factory=dict)  # hosts without a first start, with the reason
+    interfaces: Mapping[str, str] = field(default_factory=dict)  # by host: its interface to the others
     timeout_s: float = 120.0  # until all nodes have started
     max_restarts: int = 0
     log_dir: Path | None = None
 
     def mark(self, host: Host) -> str:
-        """Return what the environment of every process of this job on this host holds in COLOSSALAI_NODE."""
+        """Return the value of COLOSSALAI_NODE in the environment of every process of this job on a host."""
         return f"{self.run_id}:{host.name}"
 
     def agent_command(self, host: Host, *, attempt: int = 0) -> list[str]:
@@ -116,7 +116,7 @@ class ClusterJob:
         return self._command(host, "_host_agent", *words, "--", self.job.target, *self.job.args)
 
     def sweep_command(self, host: Host) -> list[str]:
-        """Return the command that ends what is left of this job on a host; see `agent_command`."""
+        """Return the command that ends leftovers of this job on a host; see `agent_command`."""
         return self._command(host, "_cleanup", self.mark(host))
 
     def variables(self, host: Host, *, is_marked: bool = True) -> bytes:
@@ -143,14 +143,14 @@ class ClusterJob:
         return command_on(host.name, ["sh", "-c", script], port=self.ssh_port)
 
     def describe_commands(self) -> str:
-        """Return what --dry-run prints: the command of each node, and what goes to its stdin."""
+        """Return the output of --dry-run: the command of each node, and its stdin."""
         words = [f"{name}={'...' if is_secret(name) else shlex.quote(v)}" for name, v in self.env.items()]
         commands = [f"# {host.name}\n{shlex.join(self.agent_command(host))}" for host in self.hosts]
         return "\n".join([f"# over stdin: {' '.join(words) or 'no variable'}", *commands])
 
 
 def check_cluster_job(cluster: ClusterJob) -> None:
-    """Refuse what cannot work.
+    """Check a job on several machines before its start.
 
     Raises:
         ValueError: The master or a host of several is a loopback, or a number is out of its range.

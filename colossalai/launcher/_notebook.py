@@ -1,10 +1,10 @@
 """Notebook launcher: ranks that are started from a cell of a notebook, or from a running Python.
 
 [Note: fork or spawn]
-What a cell defines can be found in a copy of this process only, so ranks are forked where that is safe. It is
-not once this process has used an accelerator, whose driver does not survive a fork, and not outside Linux.
-Then they are new interpreters, which have to import the function. A forked rank computes with one thread: the
-pool of threads that torch may have started here is not in the copy, and whoever waits for it waits for ever.
+The definitions of a cell exist in a copy of this process only, so ranks are forked if that is safe. It is not
+safe once this process has used an accelerator, whose driver does not survive a fork, and outside Linux. Then
+they are new interpreters, which have to import the function. A forked rank computes with one thread: a thread
+pool of torch in this process is not in the copy, and a wait for it would never end.
 """
 
 import multiprocessing
@@ -27,7 +27,7 @@ from colossalai.launcher._failure import signal_name
 from colossalai.launcher._processes import GRACE_S, end_processes
 from colossalai.launcher._worker import die_with
 
-_REPORTS_S = 0.2  # in which ranks that fail with the first one have said why
+_REPORTS_S = 0.2  # time for the errors of ranks that fail with the first one
 _REPORT_CHARS = 30_000  # of a traceback; a pipe takes more without a reader
 
 
@@ -40,11 +40,11 @@ def notebook_launcher(
 ) -> None:
     """Call `fn(*args)` on several ranks of this machine, from a notebook or any running Python, and wait.
 
-    `fn` launches the job itself, with `colossalai.launch_from_torch()`, and then builds what it trains.
-    Ctrl-C, or the interruption of the cell, ends all ranks and what they have started.
+    `fn` launches the job itself, with `colossalai.launch_from_torch()`, and then builds its model.
+    Ctrl-C, or the interruption of the cell, ends all ranks and their child processes.
 
     Args:
-        fn: The function. In a notebook it may be of a cell.
+        fn: The function. In a notebook it can be defined in a cell.
         args: Its arguments.
         num_processes: Number of ranks; one for each accelerator, or one, if not given. One runs in this
             process.
@@ -100,7 +100,7 @@ def _be_rank(
     fn: Callable[..., Any],
     args: Sequence[Any],
 ) -> None:
-    """Be a rank; tell when and why it fails."""
+    """Run the function on a rank, and report the time and text of its failure."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the process that a user interrupts ends the ranks
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if sys.platform == "linux":
@@ -177,12 +177,12 @@ def _failure(ranks: Sequence[BaseProcess], reports: Sequence[connection.Connecti
 def _read(report: connection.Connection) -> str:
     try:
         return report.recv_bytes().decode() if report.poll() else ""
-    except EOFError:  # the rank has ended and told nothing
+    except EOFError:  # the rank has ended without a report
         return ""
 
 
 def _end(ranks: Sequence[BaseProcess]) -> None:
-    """End ranks that run, and what they have started; the first of it is asked, then killed."""
+    """End running ranks and their child processes: SIGTERM first, then SIGKILL."""
     known = {*_trees(ranks)}
     end_processes(lambda: [*known.union(_trees(ranks))], signal.SIGTERM, grace_s=GRACE_S)
     for rank in ranks:
@@ -204,7 +204,7 @@ def _start_method(fn: Callable[..., Any]) -> str:
     """Return how ranks are started; see [Note: fork or spawn]."""
     import torch
 
-    device = torch.accelerator.current_accelerator()  # what torch was built for: the driver is not asked
+    device = torch.accelerator.current_accelerator()  # that of torch's build, without a call of the driver
     if sys.platform != "linux":
         reason = "a process of this system cannot be forked safely"
     elif device is not None and torch.get_device_module(device).is_initialized():

@@ -43,7 +43,7 @@ class Screen:
         )
 
     async def node_line(self, host: str, line: bytes) -> None:
-        """Show what ssh or a login script says about a node."""
+        """Show output of ssh or a login script about a node."""
         await self._show(STDERR, b"[%s] %s\n" % (host.encode(), line))
 
     async def say(self, text: str) -> None:
@@ -83,4 +83,4 @@ def _write(stream: int, data: bytes) -> None:
         try:
             data = data[os.write(stream, data) :]
         except OSError:
-            return  # nobody reads it any more (`| head`); the job goes on, as one with its own file would
+            return  # the reader is gone (`| head`); the job continues, as with a file of its own

@@ -8,14 +8,14 @@ from collections.abc import Callable
 
 import psutil
 
-GRACE_S = 3.0  # from asking a process to end to killing it
+GRACE_S = 3.0  # time between SIGTERM and SIGKILL
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, where nothing reaches it
 
 
 def signals_to_heed() -> list[str]:
-    """Return the signals that end the job; not those that whoever started this process has it ignore.
+    """Return the signals that end the job, except those that this process was started to ignore.
 
     `nohup` does so with SIGHUP, which a closed terminal sends; a script that starts it in the background with
     SIGINT and SIGQUIT, since a Ctrl-C there is for the script. The ranks inherit that.
@@ -25,7 +25,7 @@ def signals_to_heed() -> list[str]:
 
 
 def describe_deafness() -> str:
-    """Say that Ctrl-C does not end this job, if it does not; else nothing."""
+    """Return a sentence if Ctrl-C does not end this job, otherwise an empty one."""
     if "SIGINT" in signals_to_heed():
         return ""
     return (
@@ -43,7 +43,7 @@ def adopt_orphans() -> None:
 def exit_code_of(pid: int) -> int | None:
     """Return how a child of this process ended, -N for death by signal N, or None while it runs.
 
-    It is only looked at: whoever started the child can still ask for its exit code.
+    The child is not reaped: its parent code can still read the exit code.
     """
     end = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     if end is None:
@@ -52,7 +52,7 @@ def exit_code_of(pid: int) -> int | None:
 
 
 def end_descendants(first_signal: signal.Signals, *, grace_s: float) -> None:
-    """End all descendants of this process: ask with `first_signal`, and kill what is left after `grace_s`."""
+    """End all descendants of this process: send `first_signal`, kill the remaining ones after `grace_s`."""
     end_processes(lambda: psutil.Process().children(recursive=True), first_signal, grace_s=grace_s)
 
 
@@ -62,9 +62,9 @@ def end_processes(
     """End all processes that `find` returns, those that it finds later, too.
 
     Args:
-        find: Called again and again, until it finds none that lives.
-        first_signal: Asks them to end.
-        grace_s: After this, they are killed.
+        find: Called repeatedly, until it finds no running process.
+        first_signal: Signal that is sent first.
+        grace_s: Seconds until they are killed.
     """
     try:
         for process in _living(find):
@@ -95,4 +95,4 @@ def _send(process: psutil.Process, number: signal.Signals) -> None:
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
-        return  # it has just ended, which is what we want of it
+        return  # it has just ended, as intended

@@ -1,20 +1,20 @@
 """Line protocol over ssh: JSON messages and heartbeats between the controller and a process on a host.
 
-Two kinds of processes speak it: a host's agent, as long as a job runs (`_host_agent.py`), and the probe of
+Two kinds of processes use it: a host's agent, as long as a job runs (`_host_agent.py`), and the probe of
 the pre-flight checks (`preflight/_probe.py`). `RemoteProcess` is the controller's end, an asyncio task for
 each of the three streams of the ssh client; `ControllerLink` is the other end, with threads, since the rest
-of that process blocks. A message is one line of JSON behind a mark that no shell prints: so what a login
-script writes in between is told apart.
+of that process blocks. A message is one line of JSON with a prefix that no shell prints, which
+distinguishes it from output of a login script.
 
 The file is sent to the hosts as source, like the probe: only the standard library, nothing newer than
 Python 3.8.
 
 [Note: heartbeats]
-An open connection says nothing when a link is dead. So both ends send a heartbeat every `HEARTBEAT_S`, and
-one that has heard nothing for `SILENCE_S` takes the other for gone. Three things must not look like silence:
-- ssh that logs in, and an interpreter that starts: the controller counts from the first message on, and who
-  waits for that message has a deadline of its own (`--timeout`, the contact time of the checks);
-- a terminal that takes no more, behind which the controller does not read on: `_is_busy`;
+An open connection gives no sign of a dead link. So both ends send a heartbeat every `HEARTBEAT_S`, and an
+endpoint that receives nothing for `SILENCE_S` declares its peer dead. Three cases must not look like silence:
+- the login of ssh and the start of an interpreter: the controller counts from the first message on, and the
+  wait for that message has a deadline of its own (`--timeout`, the contact time of the checks);
+- a blocked terminal, which stops the controller's reads: `_is_busy`;
 - an import or a computation of the other end's main thread: its heartbeats come from a thread.
 """
 
@@ -76,11 +76,11 @@ class RemoteProcess(ABC):
 
     Args:
         command: Starts it, with messages on its stdin and stdout.
-        preamble: What it reads from stdin before the first message; see [Note: variables over stdin] in
+        preamble: The first bytes of its stdin, before the first message; see [Note: variables over stdin] in
             `_environment.py`.
 
     Attributes:
-        heard_at: When it was last heard of, in seconds since the epoch.
+        heard_at: Time of its last message, in seconds since the epoch.
         errors: The last lines of its stderr.
     """
 
@@ -100,7 +100,7 @@ class RemoteProcess(ABC):
 
     @abstractmethod
     async def _take_noise(self, line: bytes) -> None:
-        """Take a line that is no message, of its stdout or its stderr."""
+        """Handle a line of its stdout or stderr that is not a message."""
 
     @abstractmethod
     def _on_silence(self) -> None:
@@ -108,13 +108,13 @@ class RemoteProcess(ABC):
 
     @abstractmethod
     def _on_end(self, exit_code: int) -> None:
-        """Called when the process has ended and all that it has said has been taken."""
+        """Called when the process has ended and all of its output has been handled."""
 
     async def start(self) -> None:
         """Start the process. It is in a session of its own: the terminal's Ctrl-C is for the controller.
 
         Raises:
-            FileNotFoundError: The first word of the command is no program of this machine.
+            FileNotFoundError: The first word of the command is not a program of this machine.
         """
         self._process = await asyncio.create_subprocess_exec(
             *self._command,
@@ -129,7 +129,7 @@ class RemoteProcess(ABC):
         self._tasks = [asyncio.create_task(part) for part in (self._listen(self._process), self._beat())]
 
     def send(self, kind: str, **fields: Any) -> None:
-        """Send a message; one to a process that is gone is lost, and its end tells us."""
+        """Send a message; to an ended process it is lost, and `_on_end` reports that end."""
         assert self._process is not None
         assert self._process.stdin is not None
         if not self._process.stdin.is_closing():
@@ -139,7 +139,7 @@ class RemoteProcess(ABC):
         """End the process, and return when it has ended; the other end sees the end of its stdin.
 
         Args:
-            grace_s: How long it may take to end by itself, before the ssh client is killed.
+            grace_s: Seconds for it to end by itself, before the ssh client is killed.
         """
         process = self._process
         if process is None:
@@ -151,14 +151,14 @@ class RemoteProcess(ABC):
         except TimeoutError:
             kill(process)
         listening, _ = self._tasks
-        await asyncio.wait([listening], timeout=HEARTBEAT_S)  # the rest of what it has said
+        await asyncio.wait([listening], timeout=HEARTBEAT_S)  # the rest of its output
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await process.wait()
 
     async def _listen(self, process: asyncio.subprocess.Process) -> None:
-        """Read both streams to their ends, then say that the process is gone."""
+        """Read both streams to their ends, then report the end of the process."""
         assert process.stdout is not None
         assert process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr))
@@ -183,7 +183,7 @@ class RemoteProcess(ABC):
     async def _read_errors(self, stream: asyncio.StreamReader) -> None:
         while line := await _read_line(stream):
             self.errors.append(line.rstrip(b"\r\n"))
-            if self._has_greeted:  # before, it is ssh that speaks, and whoever explains the end has it
+            if self._has_greeted:  # before the greeting the line is ssh's, and `explain_ssh` uses it
                 await self._take_noise(line.rstrip(b"\r\n"))
 
     async def _beat(self) -> None:
@@ -218,13 +218,13 @@ async def _read_line(stream: asyncio.StreamReader) -> bytes:
 
 
 class ControllerLink:
-    """The other end: messages to and from the controller over stdin and stdout, and the news that it is gone.
+    """The other end: messages to and from the controller over stdin and stdout, and detection of its loss.
 
-    Once it is made, the process's own stdin is empty, and what it prints goes to stderr.
+    After its construction the process's own stdin is empty, and its prints go to stderr.
 
     Args:
-        handlers: By kind of message, what is called with each, in a thread of its own; all other messages
-            wait for `expect`.
+        handlers: Callables by kind of message, called in a separate thread; all other messages wait for
+            `expect`.
         on_loss: Called in a thread of its own when the connection ends or nothing comes for `SILENCE_S`.
     """
 

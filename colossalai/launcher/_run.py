@@ -61,7 +61,7 @@ class RunOptions:
 
 
 def run(options: RunOptions) -> int:
-    """Do what the options say and return the exit code.
+    """Run the job of the options and return its exit code.
 
     Raises:
         ValueError: An option is out of range, contradicts another one or needs hosts, or the script or a host
@@ -112,7 +112,7 @@ def find_hosts(options: RunOptions, environment: Mapping[str, str]) -> tuple[Hos
             this very command several times.
     """
     if options.host_list is not None and options.hostfile is not None:
-        raise ValueError("--host and --hostfile are two ways to say the same; use one of them")
+        raise ValueError("--host and --hostfile are alternatives; use one of them")
     if options.host_list is not None:
         hosts = parse_hosts(options.host_list)
     elif options.hostfile is not None:
@@ -150,7 +150,7 @@ def _refuse_without_hosts(options: RunOptions) -> None:
 
 
 def _needs_a_controller(options: RunOptions) -> bool:
-    """Say whether a job on this machine is asked for something that the controller does."""
+    """Return whether the options of a job on this machine require a controller."""
     asked = (options.master_addr, options.log_dir, options.max_restarts or None, options.timeout)
     return any(value is not None for value in asked)
 

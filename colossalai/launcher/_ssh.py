@@ -1,7 +1,6 @@
-"""ssh command lines for other hosts, and what the messages of the ssh client mean.
+"""ssh command lines for other hosts, and the meaning of the ssh client's messages.
 
-It is the system's own client: what the user has set up for ssh holds here (aliases, keys, agents, jump
-hosts).
+The system's own client is used with the user's configuration (aliases, keys, agents, jump hosts).
 """
 
 import re
@@ -17,14 +16,14 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty: bool = False) -> list[str]:
-    """Return the command that runs `argv` on `host`, word by word as given, whatever the words hold.
+    """Return the command that runs `argv` on `host`, word by word as given, with any characters.
 
     ssh asks no question (BatchMode): a host that wants a password fails at once.
 
     Args:
         host: As ssh takes it: a name, an address, "user@name", or an alias of the user's ssh config.
         argv: The words of the command; the remote shell sees each of them quoted.
-        port: Where sshd listens, if not where the user's ssh config says.
+        port: Port of sshd; default: from the user's ssh config.
         tty: Give the command a terminal: it then gets a SIGHUP when the connection ends, and its stderr
             is mixed with its stdout.
     """
@@ -41,7 +40,7 @@ def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty:
 
 
 def is_this_machine(host: str, *, port: int | None = None) -> bool:
-    """Say whether `host` surely is the machine we are on, so that no ssh is needed.
+    """Return whether `host` certainly is this machine, so that no ssh is needed.
 
     It is if it is this machine's own name. "localhost" is, too, unless an ssh port is given: then it may be
     the near end of a tunnel. Of an alias or an address nothing is sure: ssh asks the user's ssh config.
@@ -55,7 +54,7 @@ def command_on(host: str, argv: Sequence[str], *, port: int | None = None) -> li
     return list(argv) if is_this_machine(host, port=port) else ssh_command(host, argv, port=port)
 
 
-# What the client says, what it means, and what to do; the first that fits counts.
+# Message of the client, its meaning, and the remedy; the first match counts.
 _CLIENT = (
     (
         r"Could not resolve hostname|Name or service not known|No address associated",
@@ -106,10 +105,10 @@ def explain_ssh(host: str, exit_code: int, words: str) -> tuple[str, str, str]:
     Args:
         host: Its name.
         exit_code: 255 if ssh failed; else the remote shell's.
-        words: What came on stderr.
+        words: Its stderr.
 
     Returns:
-        The check that failed ("ssh" or "interpreter"), what is wrong, and what to do.
+        The check that failed ("ssh" or "interpreter"), the problem, and the remedy.
     """
     lines = [line.strip() for line in words.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {exit_code}, without a word"

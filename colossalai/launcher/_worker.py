@@ -1,12 +1,12 @@
-"""Worker: the process of one rank, and what it does before the user's script starts.
+"""Worker: the process of one rank, and its setup before the user's script.
 
     python _worker.py LAUNCHER_PID CPUS (script | module) TARGET ARGS...
 
 It is started by its path and imports nothing but the standard library, so the script finds the interpreter
 as `python TARGET ARGS...` leaves it: torch not imported yet, its own `sys.argv` and `sys.path[0]`. Three
-things are added: the process dies with its launcher; it runs on the CPUs that the launcher has dealt out to
-it, and keeps the memory that it frees; and an error that nobody catches goes into a file, which is named in
-TORCHELASTIC_ERROR_FILE, for the launcher to show, not to the screen, where the ranks' errors would mix.
+things are added: the process dies with its launcher; it runs on the CPUs assigned by the launcher, and
+keeps the memory that it frees; and an uncaught error is written to a file, named in
+TORCHELASTIC_ERROR_FILE, which the launcher shows, instead of the screen, where the ranks' errors would mix.
 """
 
 import builtins
@@ -45,9 +45,7 @@ def main() -> None:
     """Prepare the process, then be the user's script."""
     launcher_pid, cpus, kind, target, *args = sys.argv[1:]
     die_with(int(launcher_pid))
-    bind_to(
-        cpus
-    )  # before there is a second thread: what this process starts, threads and processes, inherits it
+    bind_to(cpus)  # before there is a second thread: threads and child processes inherit it
     keep_freed_memory(os.environ)
     # A crash in compiled code shows where Python was, in the thread that crashed and in no other: those run
     # on while their stacks would be read. That could crash in turn, and SIGSEGV would hide gloo's SIGABRT.
@@ -86,7 +84,7 @@ class WorkerErrorHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Write the error, or print it where that is not possible."""
         if issubclass(kind, KeyboardInterrupt):
-            return  # the user knows; and every rank would say it
+            return  # caused by the user, and every rank would print it
         text = "".join(traceback.format_exception(kind, error, _frames_of_the_user(trace)))
         told = traceback.TracebackException(kind, error, None)
         told.__notes__ = None  # they follow the message, and the text has them
@@ -98,9 +96,9 @@ class WorkerErrorHook:
             sys.stderr.write(text)
 
     def record_exit(self, error: SystemExit) -> None:
-        """Note the time of a `sys.exit` with an error, so that the launcher knows which rank was first."""
+        """Record the time of a `sys.exit` with an error, by which the launcher finds the first failure."""
         exit_code = error.code if isinstance(error.code, int) else int(error.code is not None)
-        # What the script has written down itself says more.
+        # An error recorded by the script itself is more detailed.
         if self.error_file and exit_code != 0 and not os.path.exists(self.error_file):
             self._write(f"sys.exit({error.code!r})", "", exit_code=exit_code)
 
@@ -131,7 +129,7 @@ def write_error(path: str, message: str, text: str, *, exit_code: int, is_refusa
 
 
 def die_with(launcher_pid: int) -> None:
-    """Have the kernel kill this process when the launcher ends, whatever ends it."""
+    """Have the kernel kill this process when the launcher ends for any reason."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != launcher_pid:  # it ended before the line above
         os.kill(os.getpid(), signal.SIGKILL)
@@ -153,12 +151,12 @@ def bind_to(cpus: str) -> None:
 
 
 def keep_freed_memory(environment: Mapping[str, str]) -> bool:
-    """Let glibc keep what this process frees, for its next step, and say whether it does.
+    """Let glibc keep freed memory for the next step, and return whether it does.
 
-    By itself it returns blocks of 32 MiB and more to the system as soon as they are free: the logits of a
+    By default it returns blocks of 32 MiB and more to the system as soon as they are free: the logits of a
     language model in every step, whose pages the kernel then clears and maps again one by one. Blocks of
     1 GiB and more still go back at once, and 2 GiB of free memory at the end of the heap.
-    What the user has set about it is left alone.
+    Settings of the user take precedence.
     """
     if not _MALLOC_VARIABLES.isdisjoint(environment):
         return False

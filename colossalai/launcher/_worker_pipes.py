@@ -45,7 +45,7 @@ class LineBuffer:
 
 
 class WorkerPipes(LogsSpecs):
-    """Tells torch's agent where the ranks' output goes, and reads it in a thread.
+    """Pipes for the ranks' output, as torch's agent takes them, with a thread that reads them.
 
     Args:
         folder: A private folder for the pipes and for the ranks' error files.
@@ -78,7 +78,7 @@ class WorkerPipes(LogsSpecs):
         return places
 
     def drain(self) -> None:
-        """Read what the ranks have left; call it when they have ended."""
+        """Read the remaining output of ranks that have ended."""
         self._is_draining.set()
         if self._thread.ident is not None:
             self._thread.join(_DRAIN_S)

@@ -1,4 +1,4 @@
-"""Logging that knows the rank: one line, one write, and `ranks=[...]` to say who speaks."""
+"""Logging with ranks: one line, one write, and `ranks=[...]` to select the logging ranks."""
 
 from colossalai.logging._logger import DistributedLogger as DistributedLogger
 from colossalai.logging._logger import disable_existing_loggers as disable_existing_loggers

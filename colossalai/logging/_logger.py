@@ -61,7 +61,7 @@ class DistributedLogger:
         For settings that have no effect and for fallbacks to slower code.
 
         Args:
-            message: The text; it is also what "the same" means.
+            message: The text, compared with earlier ones.
             level: The level, by name or number.
             ranks: The global ranks that log; all if not given.
         """
@@ -136,9 +136,9 @@ class DistributedLogger:
                 handler.close()
 
     def _use_lowest_level(self) -> None:
-        """Let the logger pass what any of its handlers wants to see, a user's own handler included."""
+        """Set the logger's level to the lowest of its handlers', a user's own handler included."""
         lowest = min(handler.level for handler in self._logger.handlers)
-        self._logger.setLevel(max(lowest, 1))  # 0 would not mean "everything" but "ask the parent logger"
+        self._logger.setLevel(max(lowest, 1))  # 0 would not mean "everything" but the parent logger's level
 
 
 class _ConsoleHandler(logging.Handler):

@@ -1,17 +1,17 @@
-"""Monitor: watches a job while it runs, and names the ranks to blame for a hang or a mismatch.
+"""Monitor: watches a job while it runs, and names the ranks at fault for a hang or a mismatch.
 
-For users: `section`, `name_modules` and `current_module`, by which their own code says what it is doing. For
-the package: the rest; `context` switches the watchdog and the debug mode on and off.
+For users: `section`, `name_modules` and `current_module`, which name activities of their own code. For the
+package: the rest; `context` switches the watchdog and the debug mode on and off.
 
-| word | what it is |
+| term | definition |
 | --- | --- |
-| section | a part of a step that says what it is: "the forward", "data loading" |
+| section | a named part of a step: "the forward", "data loading" |
 | meeting | a section in which a thread waits for other ranks by other means than one collective |
-| call record | an operation that a rank has issued, whatever noted it |
+| call record | an operation that a rank has issued, from any source |
 | channel | a process group's collectives, or the messages from one rank to another; each is counted |
 | alarm, notice | set in the store by a rank that has waited too long: for a report, or for one line |
 | rank report | the answer of a rank to an alarm: its waits, its last calls, its stacks |
-| diagnosis | the ranks to blame, from the reports of all |
+| diagnosis | the ranks at fault, from the reports of all |
 | signature | operation, shapes and dtypes of a collective, noted where neighbors can read it |
 """
 

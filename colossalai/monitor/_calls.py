@@ -1,8 +1,8 @@
 """Record of a call, and the comparison of the calls of several ranks.
 
-A `CallRecord` is an operation that a rank has issued, whatever noted it: torch's flight recorder, a process
-group in Python, the wrappers of sends and receives, a meeting, or the file of signatures. What ranks compare
-before or after they issue a call are its `Properties`, of which `difference` names those that differ.
+A `CallRecord` is an operation that a rank has issued, from any source: torch's flight recorder, a process
+group in Python, the wrappers of sends and receives, a meeting, or the file of signatures. Ranks compare the
+`Properties` of a call before or after they issue it; `difference` names those that differ.
 
 [Note: channels]
 A wait ends when other ranks have reached a number in a channel. For a collective the channel is its group and
@@ -24,7 +24,7 @@ AxisOf = Callable[[tuple[int, ...]], str | None]
 """Name of the mesh axis along some global ranks, None if there is none."""
 
 Properties = dict[str, Any]
-"""What ranks compare of a call: `op`, shape, dtype, root, ...; and `where` and `place`, which may differ."""
+"""Compared properties of a call: `op`, shape, dtype, root, ...; and `where` and `place`, which can differ."""
 
 T = TypeVar("T", bound=Hashable)
 
@@ -34,7 +34,7 @@ MOST_NAMED = 8
 
 
 class DisagreementError(RuntimeError):
-    """Ranks were about to communicate what does not fit; the message has the values of each."""
+    """Ranks were about to issue calls that do not match; the message has the values of each."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,10 +47,10 @@ class CallRecord:
         number: The number that they have to reach.
         partners: Their global ranks.
         group: The name of its process group.
-        where: "of axis tp", "of group '7'", or of what a meeting is a part.
+        where: "of axis tp", "of group '7'", or the activity that a meeting belongs to.
         shapes: Shapes of its inputs.
         dtypes: Their dtypes.
-        num_tensors: How many tensors it has, where only the first is on record.
+        num_tensors: Number of its tensors, if only the first is on record.
         is_pending: Whether it is incomplete.
         seconds: Seconds since it was issued.
         thread: The thread that issued it.
@@ -93,7 +93,7 @@ class CallRecord:
         return numbers.get(self.channel, 0) >= self.number
 
     def properties(self) -> Properties:
-        """Return what `difference` compares of it."""
+        """Return the properties that `difference` compares."""
         found: Properties = {"op": self.op, "place": ""}
         if self.num_tensors > 1:
             found["number of tensors"] = self.num_tensors

@@ -1,15 +1,15 @@
 """Debug mode for collectives: their ranks compare operation, shapes and dtypes before one is issued.
 
 [Note: where ranks compare]
-A comparison must not hang where the collective would. So it does not use the group, but the store: each rank
-leaves there what it is about to do, under the group and a number that counts the collectives of the group,
-and waits for what the others leave. All read the same and come to the same conclusion. Whoever is missing
-after a while is named, with the collective that it was in last. Five requests to the store for each
+A comparison must not hang if the collective would. So it does not use the group, but the store: each rank
+writes the properties of its next call there, under the group and a number that counts the collectives of the
+group, and waits for those of the others. All read the same values and reach the same result. A rank that is
+missing after the time limit is named, with its last collective. Five requests to the store for each
 collective make this a mode for finding an error, not for training. For messages see _message_check.
 
-The collectives pass by here because all of `torch.distributed` goes through the methods of one class, which
-are replaced for as long as the mode lasts. What compiled code issues by itself does not pass: the reducer of
-`DistributedDataParallel`, which compares its parameters once when it is built, and compiled graphs.
+All of `torch.distributed` calls the methods of one class, which are replaced while the mode is on.
+Collectives issued by compiled code are not compared: those of the reducer of `DistributedDataParallel`, which
+compares its parameters once when it is built, and those of compiled graphs.
 """
 
 import json
@@ -43,7 +43,7 @@ class Method:
     """A collective, as a method of a process group.
 
     Attributes:
-        op: What `torch.distributed` calls it.
+        op: Its name in `torch.distributed`.
         argument: The argument that must be alike on all ranks.
         same_shapes: Whether the shapes must be, not only the dtypes.
     """
@@ -81,7 +81,7 @@ class CollectiveCheck:
     """Compares every collective and every message of this rank with those of the others.
 
     Args:
-        store: Where the ranks meet; a connection of its own to it is opened.
+        store: The store of the ranks; a separate connection to it is opened.
         rank: Global rank of this process.
         timeout: Seconds to wait for the other ranks of a collective.
         axis_of: Returns the name of the mesh axis along some ranks.
@@ -135,7 +135,7 @@ class CollectiveCheck:
             fault, wait = f"ranks {late} have not come to it", f"rank {self._rank} waits at"
             raise late_error(self._store, own, late, fault=fault, seconds=self._timeout, wait=wait) from None
         calls = {rank: json.loads(text) for rank, text in zip(ranks, self._store.texts(keys), strict=True)}
-        if number > 1:  # everybody is here, so everybody has read what stood under the number before
+        if number > 1:  # all ranks are here, so all have read the values under the number before
             self._store.delete(f"{name}/{number - 1}/{self._rank}")
         message = difference(where, calls)
         if message:

@@ -1,27 +1,28 @@
-"""Diagnosis of a hang: the ranks to blame, from the reports of all ranks.
+"""Diagnosis of a hang: the ranks at fault, from the reports of all ranks.
 
 `diagnose` names the late ranks of a wait that has lasted too long. `deadlock` finds, long before any
-timeout, the ranks that wait for one another for ever. A meeting with a `patience` asks for it, where ranks
-at different places are an error by itself: all ranks of a model go through the same gathers of parameters.
-It must not find a deadlock where there is none, as the job ends.
+timeout, the ranks that wait for one another for ever. A meeting with a `patience` requests it, since ranks
+at different places are an error there: all ranks of a model go through the same gathers of parameters. It
+must never report a deadlock that does not exist, since it ends the job.
 
 [Note: who is to blame]
-A rank that waits names its partners. One of them may have died, or not answer. One may have issued another
-collective under the same number of the same group. One may not have come: then it is to blame if it is not
-itself waiting; if it is, it waits for others, and the search goes on with those. If all of them wait (each
-for another one), they have issued their collectives in different orders, and all are named. And where all
-have come and nothing happens, the cause is what connects them.
+The report of a waiting rank names its partners. One of them can have died, or not answer. One can have issued
+another collective under the same number of the same group. One can be missing: it is at fault if it is not
+waiting itself; otherwise the search continues with its partners. If all of them wait (each for another one),
+they have issued their collectives in different orders, and all are named. If all have arrived and nothing
+happens, the cause is their connection.
 
 [Note: who may still come]
-A rank can still come to a wait of others as long as nothing holds its script: it computes, loads, saves, or
-does not answer because compiled code holds Python's lock. A rank whose script is held can come if every
-partner that is missing there can. The ranks that are left when no more follow wait for one another, or for a
-rank that has left the job, which has stored how far it had come in meetings. A rank that waits for one that
-has died has an error of its own: the connection is lost.
+A rank can still arrive at a wait of others as long as nothing blocks its script: it computes, loads, saves,
+or does not answer because compiled code holds Python's lock. A rank whose script is blocked can arrive if
+every missing partner of that wait can. The ranks that remain when no more follow wait for one another, or for
+a rank that has left the job and stored its progress in meetings. A rank that waits for a dead one has an
+error of its
+own: the connection is lost.
 
-The reports need not be of one moment. A rank notes what holds it before it notes how far it has come, and it
-gets no further while it is held. So if of several ranks each lacks another one of them that has not reached
-its wait, none of them can have been the first to go on after its own report.
+The reports need not be of one moment. A rank records its wait before its progress, and makes no progress
+while it is blocked. So if each of several ranks waits for another one of them that has not reached its wait,
+none of them can have been the first to continue after its own report.
 
 A rank in a backward can compute while its collectives are pending, or wait for them where Python does not
 see it (torch's `DistributedDataParallel` waits in compiled code). It comes to a meeting `after_backwards`
@@ -50,7 +51,7 @@ class Diagnosis:
     Attributes:
         lines: One for every rank to blame, the most certain first.
         blamed: Those ranks.
-        seconds: How long a rank has waited, if not for the watchdog's timeout.
+        seconds: Seconds that a rank has waited, if not the watchdog's timeout.
     """
 
     lines: tuple[str, ...]
@@ -61,18 +62,18 @@ class Diagnosis:
 def diagnose(
     reports: dict[int, RankReport], absent: dict[int, str], axis_of: AxisOf = lambda ranks: None
 ) -> Diagnosis:
-    """Say which ranks a job waits for.
+    """Find the ranks that a job waits for.
 
     Args:
-        reports: What the ranks say.
-        absent: How it is with those that say nothing: "(host2, pid 77) has died".
+        reports: Reports of the ranks.
+        absent: State of the ranks without a report: "(host2, pid 77) has died".
         axis_of: Returns the name of the mesh axis along some ranks.
     """
     # See [Note: who is to blame].
     waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
     signatures = {rank: items for answer in reports.values() for rank, items in answer.signatures.items()}
     findings = [
-        # A rank may have died of what others have called; of those that live, their reports say more.
+        # The calls of others can have killed a rank; the reports of living ranks are more precise.
         *(disagreements(signatures, axis_of) if absent else ()),
         *_absent(waits, absent),
         *_gone_another_way(reports, waits),
@@ -154,7 +155,7 @@ def _not_come(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Findin
 
 
 def _duty(wait: CallRecord, waiter: int) -> tuple[str, str]:
-    """Return what a partner has not done for a wait to end."""
+    """Return the missing action of a partner that a wait needs."""
     if wait.op == "recv":
         return "did not send", f"message #{wait.number} to rank {waiter} {wait.where}"
     if wait.op == "send":
@@ -163,12 +164,12 @@ def _duty(wait: CallRecord, waiter: int) -> tuple[str, str]:
 
 
 def _is_held_up(reports: dict[int, RankReport], wait: CallRecord) -> bool:
-    """Whether somebody else is to blame for a wait."""
+    """Whether another rank is at fault for a wait."""
     return bool(_missing_in(reports, wait)) or any(rank not in reports for rank in wait.partners)
 
 
 def _missing_in(reports: dict[int, RankReport], wait: CallRecord) -> list[int]:
-    """Return the ranks that have not reached what a wait needs, of those that answer."""
+    """Return the answering ranks that have not reached the number of a wait."""
     return [rank for rank in wait.partners if rank in reports and not wait.is_reached(reports[rank].reached)]
 
 
@@ -211,7 +212,7 @@ class Left:
 
     Attributes:
         how: For people: "(host2, pid 77) has left the job".
-        reached: How far it had come, by the channel of meetings.
+        reached: Its progress by channel of meetings.
     """
 
     how: str
@@ -219,11 +220,11 @@ class Left:
 
 
 def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Diagnosis | None:
-    """Say which ranks wait in vain, if one of them does so in a meeting that asks for it.
+    """Find the ranks that wait in vain, if one of them does so in a meeting with a patience.
 
     Args:
-        reports: What the ranks say.
-        left: Those that will never come. Any other rank that says nothing may still come.
+        reports: Reports of the ranks.
+        left: Ranks that will never arrive. Any other rank without a report can still arrive.
     """
     if any(
         wait.after_backwards and _is_impatient(wait) for answer in reports.values() for wait in answer.held
@@ -250,7 +251,7 @@ def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Dia
 
 
 def _place(answer: RankReport, channel: str) -> str:
-    """Say where a rank waits, and if that is not in a channel, where in that it was last."""
+    """Describe the wait of a rank, and its last call in a channel if it waits outside of it."""
     wait = answer.held[0]
     last = answer.met.get(channel, "")
     was = f"; it was last in {last}" if last and wait.channel != channel else ""

@@ -1,8 +1,8 @@
-"""Flight recorder: the collectives that this rank has issued, as torch or a group in Python has noted them.
+"""Flight recorder: the collectives issued by this rank, as recorded by torch or by a group in Python.
 
-torch's flight recorder notes each collective where it is issued, in compiled code, whoever issues it: our
-layers, DDP, FSDP, a user's script. A group in Python it does not see, so that one keeps a record of its own.
-Gloo notes collectives and not sends and receives: see `MessageRecord` in `_last_calls.py`.
+torch's flight recorder records each collective where it is issued, in compiled code, for every caller: our
+layers, DDP, FSDP, a user's script. It does not cover groups in Python, which keep records of their own. Gloo
+records collectives, but not sends and receives: see `MessageRecord` in `_last_calls.py`.
 """
 
 import os
@@ -25,7 +25,7 @@ _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes se
 _NUM_OF_A_GROUP = 64
 _SIZE_VARIABLE = "TORCH_FR_BUFFER_SIZE"
 STAMPED_TAGS = 1 << 30
-"""A message with a tag from here on is known by it, whatever came before; it is a part of a meeting."""
+"""Smallest tag of messages that belong to a meeting and are identified by their tag alone."""
 _native: Any = torch._C._distributed_c10d
 
 
@@ -33,8 +33,8 @@ class RecordedCall:
     """A collective of a group in Python, noted by the thread that issues it.
 
     Args:
-        op: What `torch.distributed` calls it.
-        number: How many the group has had, with it.
+        op: Its name in `torch.distributed`.
+        number: Number of the group's collectives, this one included.
         tensors: Its tensors, of which shapes and types are kept.
 
     Attributes:
@@ -89,7 +89,7 @@ class CallLog:
         self._num_ended = max(self._num_ended, call.number)
 
     def progress(self) -> tuple[int, int]:
-        """Return the number of the last one issued, and of the last one that has ended."""
+        """Return the numbers of the last issued and of the last completed collective."""
         return self._num_begun, self._num_ended
 
     def calls(self, members: tuple[int, ...], since: float) -> list[CallRecord]:
@@ -137,12 +137,12 @@ records = CallLogs()
 
 
 def prepare_recorder() -> None:
-    """Have the flight recorder keep what can be written down quickly, unless the user has chosen."""
+    """Set a short buffer for the flight recorder, unless the user has set its size."""
     if _SIZE_VARIABLE in os.environ or not _dumps():
         return
     os.environ[_SIZE_VARIABLE] = str(_NUM_COLLECTIVES)
     try:
-        progress()  # it reads the variable when it is first asked for anything
+        progress()  # the recorder reads the variable at its first use
     finally:
         del os.environ[_SIZE_VARIABLE]
 
@@ -237,12 +237,13 @@ def replaced(
 ) -> Iterator[None]:
     """Within the block, some methods of a compiled class, and of classes in Python under it, are others.
 
-    What goes back afterwards is what stands in the class: read off it, a compiled method is a function that
-    would get no `self`.
+    The entries of the class's `__dict__` are restored afterwards: a compiled method read as an attribute of
+    the class is a function that would get no `self`.
 
     Args:
         kind: The class.
-        makers: By the name of a method, what makes another one of it. A class need not have all of them.
+        makers: By name of a method, a function that returns its replacement. A class need not have all of
+            them.
     """
     kept = [(each, name, vars(each)[name]) for each in _family(kind) for name in makers if name in vars(each)]
     for each, name, _ in kept:

@@ -1,4 +1,4 @@
-"""Hang report: the diagnosis and what every rank does on stderr, and with all stacks in a file."""
+"""Hang report: the diagnosis and the activity of every rank on stderr, and with all stacks in a file."""
 
 import contextlib
 import os
@@ -29,11 +29,11 @@ def write_report(
     """Write a report to stderr and to a file; return the file.
 
     Args:
-        diagnosis: Who is to blame.
-        reports: What the ranks say.
-        stacks: Stacks of ranks that say nothing, as their neighbors got them.
+        diagnosis: The ranks at fault.
+        reports: Reports of the ranks.
+        stacks: Stacks of ranks without a report, read by their neighbors.
         folder: For the file; it is made if there is none.
-        timeout: What was waited for.
+        timeout: Seconds of the wait.
         ends: Whether the job ends now.
     """
     head = [f"colossalai watchdog: ranks have waited for more than {timeout:g} s", *diagnosis.lines, ""]
@@ -65,13 +65,13 @@ def write_notice(
     timeout: float,
     ends: bool,
 ) -> None:
-    """Write one line to stderr: who waits where for whom, and what comes of it; nothing if nobody waits.
+    """Write one line to stderr about waiting and missing ranks, and its consequence; nothing without a wait.
 
     Args:
-        diagnosis: Who is to blame.
-        reports: What the ranks say.
+        diagnosis: The ranks at fault.
+        reports: Reports of the ranks.
         told: Waits that are known already; those of now are added.
-        notice: Seconds after which a notice is asked for.
+        notice: Seconds after which a notice is requested.
         timeout: Seconds until the report.
         ends: Whether the job ends then.
     """
@@ -95,7 +95,7 @@ def write_notice(
 
 
 def flush_output() -> None:
-    """Flush what Python has buffered, unless a thread that hangs holds the buffer."""
+    """Flush Python's output buffers, unless a hanging thread holds them."""
 
     def flush() -> None:
         for stream in (sys.stdout, sys.stderr):
@@ -108,7 +108,7 @@ def flush_output() -> None:
 
 
 def _ranks(reports: dict[int, RankReport]) -> Iterator[str]:
-    """Say in a line for each rank what it does."""
+    """Describe the activity of each rank in one line."""
     for rank, answer in sorted(reports.items()):
         waits = "; ".join(
             f"waits in {wait.describe()} with {wait.tensors() or 'no tensor'} for {wait.seconds:.1f} s"

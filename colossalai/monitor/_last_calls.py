@@ -1,17 +1,17 @@
 """Last calls of a rank: collectives, which its neighbors read when it has died, and sends, receives, waits.
 
-Both records wrap the methods of torch's `ProcessGroup` and `Work` for as long as they last.
+Both records wrap the methods of torch's `ProcessGroup` and `Work` during their lifetime.
 
 [Note: a signature outlives its rank]
-Ranks that give different shapes to one collective do not hang with gloo: it aborts a rank that has done
-nothing wrong, since what that one receives is larger than it expects, and the others fail for the loss of
-their connection. What the dead rank has issued is known only if it was written down, outside of it, before.
-So each rank notes every call in a file in memory, which the ranks of the same machine hold open.
+Ranks that pass different shapes to one collective do not hang with gloo: it aborts an innocent rank, which
+receives more data than it expects, and the others fail with a lost connection. The calls of the dead rank are
+available only if they were recorded outside of it before. So each rank records every call in a memory file,
+which the ranks of the same machine hold open.
 
-A note is sixteen bytes: the number of the call and where its text stands. The text is written once for each
-combination of operation, shapes and types; the debug mode compares the same, and more ([Note: where ranks
-compare] in `_collective_check.py`). Collectives that compiled code issues (the reducer of
-`DistributedDataParallel`) are noted on no rank.
+A record is sixteen bytes: the number of the call and the offset of its text. The text is written once for
+each combination of operation, shapes and types; the debug mode compares the same, and more ([Note: where
+ranks compare] in `_collective_check.py`). Collectives that compiled code issues (the reducer of
+`DistributedDataParallel`) are not recorded on any rank.
 """
 
 import itertools
@@ -49,7 +49,7 @@ from colossalai.monitor._flight_recorder import STAMPED_TAGS, replaced
 
 _NOTE = struct.Struct("<QII")  # number of the call in its group, text of the group, text of the signature
 _NUM_NOTES = 16
-_TEXTS = _NOTE.size * _NUM_NOTES  # where the texts begin, a line each
+_TEXTS = _NOTE.size * _NUM_NOTES  # offset of the texts, a line each
 _SIZE = 1 << 16  # when it is full, it begins anew
 _LONGEST_TEXT = 1 << 13
 _NUM_MESSAGES = 64
@@ -64,7 +64,7 @@ class SignatureRecord:
         self._texts: dict[Any, int] = {}
         self._end = _TEXTS
         self._numbers: dict[str, int] = {}
-        self._notes = itertools.cycle(range(0, _TEXTS, _NOTE.size))  # where the next one goes
+        self._notes = itertools.cycle(range(0, _TEXTS, _NOTE.size))  # offset of the next one
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("colossalai-signatures")
             os.ftruncate(self.descriptor, _SIZE)
@@ -84,7 +84,7 @@ class SignatureRecord:
             self.descriptor = -1
 
     def read(self) -> list[CallRecord]:
-        """Return what this rank has issued last."""
+        """Return the last calls of this rank."""
         return _signatures(self._memory[:])
 
     def _noting(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -133,12 +133,12 @@ class SignatureRecord:
         return texts[name], texts[signature]
 
     def _begin_anew(self) -> None:
-        self._memory[:_TEXTS] = bytes(_TEXTS)  # whoever reads must not find other texts behind the notes
+        self._memory[:_TEXTS] = bytes(_TEXTS)  # readers must not find other texts behind the records
         self._texts.clear()
         self._end = _TEXTS
 
     def _write(self, key: Any, content: dict[str, Any]) -> None:
-        """Write a text, and keep where it stands; nowhere if it is longer than anybody reads."""
+        """Write a text, and keep its offset; a text longer than readers accept is not stored."""
         line = json.dumps(content).encode() + b"\n"
         if len(line) > _LONGEST_TEXT:
             self._texts[key] = 0
@@ -257,7 +257,7 @@ class NeighborSignatures:
                 self._files[rank] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
 
     def read(self) -> dict[int, list[CallRecord]]:
-        """Return what the ranks have issued last."""
+        """Return the last calls of the ranks."""
         return {rank: _signatures(os.pread(file, _SIZE, 0)) for rank, file in self._files.items()}
 
     def close(self) -> None:

@@ -1,14 +1,15 @@
 """Debug mode for sends and receives: both ends compare shapes and dtypes of a message.
 
 [Note: who waits for whom]
-A send may be issued long before its receive, and the other way around, so nobody can wait for the partner
-before it issues: two ranks that send first and receive then would wait for each other. Instead, each side
-leaves in the store what its half is, and then looks whether the other half is there. The second one to come
-sees the first, compares, and issues nothing if they differ: no data moves, which gloo would answer with an
-abort. The first one has issued its half; it compares when it waits for it, since what it waits for cannot end
-before the partner has come. Halves are paired as the library pairs them: by group, ranks, tag and order.
+A send can be issued long before its receive, and the other way around, so no rank can wait for the partner
+before it issues: two ranks that both send first and receive then would wait for each other. Instead, each
+side writes the properties of its half to the store, and then reads whether the other half is there. The
+second side
+finds the first, compares, and issues nothing if they differ: no data is sent, which gloo would answer with an
+abort. The first side has issued its half; it compares when it waits for it, since that wait cannot end before
+the partner has arrived. Halves are paired as the library pairs them: by group, ranks, tag and order.
 
-A receive from any rank knows its source only when it has the data, and tells and compares then.
+The source of a receive from any rank is known only when the data is there, and it is compared then.
 """
 
 import json
@@ -44,8 +45,8 @@ class _Half:
     """A send or a receive of this rank.
 
     Attributes:
-        properties: What both ends compare.
-        key: What both halves have in common in the store.
+        properties: The compared properties.
+        key: The common key of both halves in the store.
         where: The same for people: "#2 from rank 0 to rank 1 of axis tp".
         partner: The global rank of the other half.
     """
@@ -57,7 +58,7 @@ class _Half:
 
     @property
     def other_key(self) -> str:
-        """Where the partner leaves what its half is."""
+        """Key of the partner's half in the store."""
         return f"{self.key}/{_OTHER[self.properties['op']]}"
 
 
@@ -68,9 +69,9 @@ class MessageCheck:
     """Compares every send of this rank with its receive, and every receive with its send.
 
     Args:
-        store: Where the ranks meet.
+        store: The store of the ranks.
         rank: Global rank of this process.
-        timeout: Seconds to wait for the partner of a message that is waited for.
+        timeout: Seconds to wait for the partner of an awaited message.
         axis_of: Returns the name of the mesh axis along some ranks.
     """
 
@@ -133,7 +134,7 @@ class MessageCheck:
         return wait
 
     def _tell(self, properties: Properties, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
-        """Leave in the store what this rank is about to do."""
+        """Write the properties of this rank's half to the store."""
         op, name = properties["op"], group.group_name
         own, partner = self._rank, dist.get_global_rank(group, peer)
         source, target = (own, partner) if op == "send" else (partner, own)
@@ -173,7 +174,7 @@ class MessageCheck:
         self._compare(half)
 
     def _compare(self, half: _Half) -> None:
-        """Raise if the halves do not fit; the second rank to find that they do removes what both have left.
+        """Raise if the halves do not match; the second rank that finds a match removes both keys.
 
         Raises:
             DisagreementError: The two halves of the message differ.
@@ -193,7 +194,7 @@ def late_error(
     """Return the error of a rank that has waited too long for other ranks.
 
     Args:
-        store: Where the ranks rendezvous.
+        store: The store of the ranks.
         own: The call of this rank.
         late: The ranks that are missing, each of which is named with its last call.
         fault: "rank 1 has not sent it".

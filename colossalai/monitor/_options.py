@@ -16,14 +16,14 @@ _LEAST_POLL_S, _MOST_POLL_S = 0.05, 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogOptions:
-    """How long ranks may wait for one another, and what then.
+    """Time limits for waits of ranks for one another, and the action at the limit.
 
     Attributes:
         timeout: Seconds that a collective may take; with `watches_steps`, a section of a step as well.
         action: "end" ends the job after the report, "report" lets it go on.
-        folder: Where the report is written to.
-        watches_steps: Whether a step is watched that waits for nobody.
-        notice: Seconds after which a line says who waits for whom; none where the report comes before it.
+        folder: Folder of the report.
+        watches_steps: Whether steps that do not wait for other ranks are watched.
+        notice: Seconds after which a line names waiting and missing ranks; none if the report is earlier.
     """
 
     timeout: float
@@ -55,17 +55,18 @@ class WatchdogOptions:
 def watchdog_options(
     written: Mapping[str, Any] | bool | None, *, group_timeout: float, world_size: int
 ) -> WatchdogOptions | None:
-    """Return the options of a job, None if nobody watches.
+    """Return the options of a job, None without a watchdog.
 
-    The environment's timeout wins over the config's: whoever starts a job may know better than its script.
+    The environment's timeout takes precedence over the config's, since the user who starts a job can adapt
+    it.
 
     Args:
-        written: What the config says under `watchdog`; False is off.
+        written: The config's value of `watchdog`; False is off.
         group_timeout: Seconds after which the communication library gives up by itself.
-        world_size: Number of ranks; one rank alone is watched only where somebody has asked for it.
+        world_size: Number of ranks; a single rank is watched on request only.
 
     Raises:
-        ValueError: The environment variable or an option is no positive number of seconds, or `action` is
+        ValueError: The environment variable or an option is not a positive number of seconds, or `action` is
             unknown.
     """
     options = dict(written) if isinstance(written, Mapping) else {}
@@ -83,7 +84,7 @@ def watchdog_options(
 
 
 def environment_timeout() -> float | None:
-    """Return what the environment says, None if nothing.
+    """Return the timeout of the environment, None without one.
 
     Raises:
         ValueError: The environment variable is not a number of seconds.

@@ -1,8 +1,8 @@
-"""Peer processes on the same machine: dead, stopped or stuck, as a rank sees them from outside.
+"""Peer processes on the same machine: dead, stopped or stuck, as another rank finds them.
 
-A process whose compiled code never gives up Python's lock can say nothing itself. Each rank has therefore a
-signal at which `faulthandler`, in compiled code and without the lock, writes the stacks into a file in
-memory, and a neighbor may send it and read the file.
+A process whose compiled code never releases Python's lock cannot write a report. Each rank therefore has a
+signal at which `faulthandler`, in compiled code and without the lock, writes the stacks to a memory file. A
+neighbor can send the signal and read the file.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ class PeerProcess:
         host: The name of the machine, for people.
         place: The same for two processes that see each other.
         pid: Its number there.
-        started: When it started, which tells it from another one with the same number.
+        started: Its start time, which distinguishes it from another one with the same number.
     """
 
     host: str
@@ -49,7 +49,7 @@ class PeerProcess:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Return what `to_json` has written."""
+        """Return the process of a `to_json` text."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
@@ -58,7 +58,7 @@ class PeerProcess:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """Its name in messages."""
         return f"({self.host}, pid {self.pid})"
 
     def has_died(self) -> bool:
@@ -66,7 +66,7 @@ class PeerProcess:
         return self.trouble() == DIED
 
     def trouble(self) -> str | None:
-        """Say what is wrong with it, as far as one sees from here; None if nothing is.
+        """Describe its visible problem; None without one.
 
         Only for a process of the same place.
         """
@@ -110,7 +110,7 @@ class RankProcess(PeerProcess):
 
 
 def innermost_place(stacks: str) -> str:
-    """Return where the thread is that holds the lock, from what `faulthandler` has written: ", at ..."."""
+    """Return the place of the thread that holds the lock, from `faulthandler`'s output: ", at ..."."""
     found = re.search(r'^Current thread.*\n  File "(.*)", line (\d+) in (.*)$', stacks, re.MULTILINE)
     return f", at {Path(found[1]).name}:{found[2]} in {found[3]}" if found else ""
 
@@ -125,21 +125,21 @@ def register_this_process(signature_file: int) -> RankProcess:
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("colossalai-stacks")
         if threading.current_thread() is threading.main_thread():
-            signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # what is left later: a neighbor may ask too late
+            signal.signal(STACK_SIGNAL, signal.SIG_IGN)  # a neighbor's signal can arrive late
         faulthandler.register(STACK_SIGNAL, file=descriptor, all_threads=True)
     here = asdict(PeerProcess.current())
     return RankProcess(**here, stack_file=descriptor, signature_file=signature_file)
 
 
 def unregister_this_process(process: RankProcess) -> None:
-    """Take back what `register_this_process` has done."""
+    """Undo `register_this_process`."""
     if process.stack_file >= 0:
         faulthandler.unregister(STACK_SIGNAL)
         os.close(process.stack_file)
 
 
 def _place() -> str:
-    """Return what is the same for all processes with one table of processes."""
+    """Return a value shared by all processes with one table of processes."""
     return "/".join([socket.gethostname(), *filter(None, kernel_and_namespace("pid"))])
 
 

@@ -1,18 +1,18 @@
-"""Rank report: where a rank waits, what it has issued, and its stacks; made when a watchdog asks for it.
+"""Rank report: the waits of a rank, its calls and its stacks; made at a request of a watchdog.
 
 [Note: the module of a backward]
-In a backward no module is on the stack any more, and to note it in each forward would cost every collective a
-walk over its callers. The graph knows: from the tensors that the backward began with, which still stand in a
-frame of the waiting thread or of the one that waits for it, to the node that hangs. The module that is named
-holds the parameters of that node, or else the nearest ones of what has used its result in the forward. An
-autograd function may still note it itself, with `current_module`.
+In a backward no module is on the stack, and recording it in each forward would cost every collective a walk
+over its callers. The graph contains it: it leads from the roots of the backward, which are still in a frame
+of the waiting thread or of the thread that waits for it, to the hanging node. The reported module holds the
+parameters of that node, or the nearest ones of the consumers of its result in the forward. An autograd
+function can also record it itself, with `current_module`.
 
-[Note: what a script is held by]
-That a collective is not complete says little: it may run beside the script. A script is held by others if its
-thread is inside of the wait for a work, of a call through shared memory, or of a meeting. Of a meeting and of
-a message one sees which; else it is one of the collectives that are not complete. The thread counts only if
-it is in the same frame before all of that is looked up, and after it. How far the rank has come is asked
-later still: so it has not come further than it says before it was held. `deadlock` relies on that.
+[Note: waits that block a script]
+A collective that is not complete need not block: it can run in parallel to the script. A script is blocked if
+its thread is inside of the wait for a work, of a call through shared memory, or of a meeting. A meeting or a
+message can be identified; otherwise it is one of the incomplete collectives. The thread counts only if it is
+in the same frame before and after all of that is read. The rank's progress is read later still, so it made no
+further progress before it was blocked. `deadlock` relies on that.
 """
 
 import dataclasses
@@ -46,13 +46,13 @@ from colossalai.monitor._sections import (
     place_of,
 )
 
-_OUR_THREADS = "colossalai-"  # begins the name of each: they are not what hangs
+_OUR_THREADS = "colossalai-"  # prefix of their names: these threads are not hanging
 _MOST_NODES = 200_000  # of an autograd graph that are looked at
 _NEAR = 2  # steps between a node and the parameters that tell where it belongs
 _NUM_RECENT = 8  # collectives of each group that a rank tells of
 _BLOCKING_CALLS = f"{PACKAGE_FOLDER}/communication/shared_memory/"
 
-# What code is about, by where it stands; looked at from the inside of a stack to the outside.
+# Subject of code by its location, searched from the innermost frame of a stack outwards.
 _SUBJECTS = (
     (f"{TORCH_FOLDER}/utils/data/", "data loading"),
     (f"{PACKAGE_FOLDER}/runtime/_data.py", "data loading"),
@@ -65,21 +65,21 @@ _SUBJECTS = (
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """What a rank is doing, as its watchdog reports it.
+    """Activity of a rank, as its watchdog reports it.
 
     Attributes:
         rank: Its global rank.
         host: The name of its machine.
         pid: Its process.
-        activity: What follows the words "rank 3"; for a rank that waits, where it is nevertheless.
-        waiting: What it has issued and is not complete: meetings, then the rest, oldest first.
-        held: Those of them in one of which its script waits; none while the script gets on by itself.
+        activity: The words after "rank 3"; also for a waiting rank.
+        waiting: Its incomplete calls: meetings, then the rest, oldest first.
+        held: Those of them that block its script; none while the script runs.
         in_backward: While its script is in a backward: collectives that it issued and that are not complete.
-        reached: How far it has come in every channel.
+        reached: Its progress in every channel.
         met: By channel, the last meeting that it has come to.
         recent: For every group its last collectives.
         stacks: The Python stacks of its threads.
-        overdue: What it has been in for longer than allowed.
+        overdue: The sections that it has been in for longer than allowed.
         gone: Ranks of the same machine whose processes have ended or are stopped, and how.
         signatures: By rank, the last collectives of this one and of those that are gone.
     """
@@ -105,7 +105,7 @@ class RankReport:
 
     @staticmethod
     def from_json(text: str | bytes) -> "RankReport":
-        """Return what `to_json` has written."""
+        """Return the report of a `to_json` text."""
         fields = json.loads(text)
         for name in ("waiting", "held", "in_backward"):
             fields[name] = tuple(map(CallRecord.from_plain, fields[name]))
@@ -142,7 +142,7 @@ def report_of_this_rank(
         gone: Ranks of this machine whose processes have ended or are stopped, and how.
         signatures: By rank, the last collectives of this one and of those that are gone.
     """
-    frames = _frames()  # before the rest; see [Note: what a script is held by]
+    frames = _frames()  # first; see [Note: waits that block a script]
     issued = collectives(since=since)
     pending = [item for item in issued if item.is_pending]
     messages, awaited = record.messages(), awaited_meetings()
@@ -193,12 +193,12 @@ def _held(
     messages: list[CallRecord],
     pending: list[CallRecord],
 ) -> list[CallRecord]:
-    """Return what the script waits for, one of these; nothing if it gets on by itself.
+    """Return the calls that block the script; nothing if it runs.
 
-    See [Note: what a script is held by].
+    See [Note: waits that block a script].
 
     Args:
-        frames: Where the threads were before the others were looked up.
+        frames: Frames of the threads before the other values were read.
         record: The messages.
         awaited: The meetings in which a thread waits.
         messages: The messages that a thread waits for.
@@ -251,7 +251,7 @@ def _located(
 
 
 def _activity(thread: int, frame: FrameType | None) -> str:
-    """Say what a thread is doing."""
+    """Describe the activity of a thread."""
     names = [section.name for section in innermost_sections() if section.thread == thread]
     place = place_of(frame)
     subject = _subject(frame) or next(iter(names), "")
@@ -264,7 +264,7 @@ def _activity(thread: int, frame: FrameType | None) -> str:
 
 
 def _waits_of_others(main: int) -> str:
-    """Say what threads beside the main one wait for outside of the job."""
+    """Describe waits of other threads than the main one outside of the job."""
     now = time.monotonic()
     return "".join(
         f"; another thread is in {section.name}, where nothing has moved for {now - section.start:.0f} s"
@@ -338,7 +338,10 @@ def _owner_in_graph(node: Any) -> str | None:
                 used_by[part] = user
                 waiting.append(part)
     below: Any = None
-    for depth in (1, *[_NEAR] * _NEAR):  # the parameters of the node itself, then of what has used its result
+    for depth in (
+        1,
+        *[_NEAR] * _NEAR,
+    ):  # the parameters of the node itself, then of the consumers of its result
         if node is None:
             return None
         for param in _parameters_near(node, below, depth):
@@ -357,7 +360,7 @@ def _parameters_near(node: Any, below: Any, depth: int) -> Iterator[torch.Tensor
 
 
 def _roots_of_backwards() -> Iterator[Any]:
-    """Yield where the backwards that are under way have begun; the engine may run them in other threads."""
+    """Yield the roots of running backwards; the engine can run them in other threads."""
     for innermost in sys._current_frames().values():
         for frame in outwards(innermost):
             if frame.f_code.co_name == "_engine_run_backward":

@@ -1,7 +1,8 @@
-"""Sections of a training script, module names and code lines: what a rank is doing, in words.
+"""Sections of a training script, module names and code lines: the activity of a rank in words.
 
-Entering a section is two list operations, so the sections stand where training goes by all the time. Names of
-modules are looked up only when somebody asks: a hook on every module would be paid for on every call.
+Entering a section is two list operations, so sections can be entered in every step. Names of modules are
+looked
+up only for a report: a hook on every module would cost time in every call.
 """
 
 import itertools
@@ -29,7 +30,7 @@ _NUM_FRAMES = 12  # between an autograd function and the module that uses it
 
 @dataclass(frozen=True)
 class _Known:
-    """What threads of this process are in, which others ask about from outside; the registry of the package.
+    """Sections and meetings of the threads of this process; the registry of the package.
 
     Attributes:
         sections: By thread, the sections that it is in, the innermost last: name, since when, whether a wait.
@@ -53,9 +54,9 @@ class section:
     """A context, which may be used often and nested: until it ends, this thread is in `name`.
 
     Args:
-        name: What follows the words "it is in".
-        is_wait: Whether it counts as a wait, also where steps are not watched: it waits for something
-            outside, such as a file server. Call `still_moving` where it gets on.
+        name: The words after "it is in".
+        is_wait: Whether it counts as a wait, also if steps are not watched: for an external resource, such
+            as a file server. Call `still_moving` when it makes progress.
     """
 
     def __init__(self, name: str, *, is_wait: bool = False) -> None:
@@ -78,13 +79,13 @@ class meeting(section):
     """A section in which this thread waits for other ranks by other means than one collective.
 
     Args:
-        name: Of what it is a part.
-        channel: Of all meetings that follow one another, in the same order on all ranks.
-        number: Which of them; it grows.
+        name: The activity that it belongs to.
+        channel: Name of a sequence of meetings, in the same order on all ranks.
+        number: Its number in the sequence; it grows.
         partners: The global ranks that meet.
-        op: What each of them is called.
-        patience: Seconds after which all ranks are asked where they are, again and again. It is an error if
-            those that are missing cannot come any more; None: only the watchdog's timeout ends the wait.
+        op: Name of one meeting.
+        patience: Seconds after which the reports of all ranks are requested, repeatedly. It is an error if
+            the missing ranks cannot arrive any more; None: only the watchdog's timeout ends the wait.
         advice: A sentence for that error.
         after_backwards: Whether it is between steps: a backward ends, with all its collectives, before.
     """
@@ -128,7 +129,7 @@ class meeting(section):
 
 @contextmanager
 def expected_wait() -> Iterator[None]:
-    """Mark a long wait for other ranks as intended: it asks for no notice, and is reported when overdue."""
+    """Mark a long wait for other ranks as intended: it causes no notice, and is reported when overdue."""
     thread = threading.get_ident()
     _known.expected[thread] = _known.expected.get(thread, 0) + 1
     try:
@@ -145,7 +146,7 @@ def is_wait_expected() -> bool:
 
 
 def still_moving() -> None:
-    """Say that this thread gets on, if it is in a section that is a wait."""
+    """Restart the time of this thread's section, if it counts as a wait."""
     sections = _known.sections.get(threading.get_ident())
     if sections and sections[-1][2]:
         sections[-1] = (sections[-1][0], time.monotonic(), True)
@@ -176,9 +177,9 @@ class OpenSection:
     """A section that some thread is in.
 
     Attributes:
-        name: What it is.
+        name: Its name.
         thread: The identifier of the thread.
-        start: When it was entered, or has said to get on, by `time.monotonic`.
+        start: Time of its entry or of the last `still_moving`, by `time.monotonic`.
         is_wait: Whether it counts as a wait.
     """
 

@@ -1,11 +1,11 @@
-"""Store with deadlines: calls that give up, where torch's wait for ever for a server that is stopped.
+"""Store with deadlines: calls with a time limit, since torch's wait for ever for a stopped server.
 
 [Note: who serves the store]
-A launcher that is an agent of torch's (`colossalai run`, torchrun) serves it itself, and the ranks are its
-clients: then a rank 0 that is stopped or dead takes no store along. In all other launches rank 0 serves it,
-in a compiled thread of its own: it answers while Python's lock is held there, and not while the process is
-stopped. torch gives a time limit to few of the calls: most would wait for a stopped server as long as its
-machine keeps the connection. So a thread makes the calls, and whoever asks waits for that thread.
+A launcher based on torch's agent (`colossalai run`, torchrun) serves it itself, and the ranks are its
+clients: a stopped or dead rank 0 does not affect the store. In all other launches rank 0 serves it, in a
+compiled thread: it answers while Python's lock is held there, but not while the process is stopped. Few of
+torch's calls have a time limit: most would wait for a stopped server as long as its machine keeps the
+connection. So a thread makes the calls, and callers wait for that thread.
 """
 
 import os
@@ -33,7 +33,7 @@ class DeadlineStore:
 
     Args:
         prefix: The name of the part.
-        store: Where the ranks meet.
+        store: The store of the ranks.
         timeout: Seconds after which a call gives up.
     """
 
@@ -52,7 +52,7 @@ class DeadlineStore:
 
     @property
     def launcher(self) -> str:
-        """Where the launcher is that serves the store: "127.0.0.1:29500"; empty if rank 0 does."""
+        """Address of the launcher that serves the store: "127.0.0.1:29500"; empty if rank 0 serves it."""
         return self._launcher
 
     def set(self, key: str, value: str) -> None:
@@ -68,11 +68,11 @@ class DeadlineStore:
         return self._ask(lambda: self._store.check(list(keys)))
 
     def text(self, key: str) -> str:
-        """Return what stands under a key, empty if nothing does; without waiting for it."""
+        """Return the value of a key, empty without one; does not wait for it."""
         return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
 
     def texts(self, keys: list[str]) -> list[str]:
-        """Return what stands under some keys, which are there."""
+        """Return the values of existing keys."""
         return [value.decode() for value in self._ask(lambda: self._store.multi_get(keys))]
 
     def wait(self, keys: list[str], seconds: float) -> None:

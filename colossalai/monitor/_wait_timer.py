@@ -1,8 +1,8 @@
-"""Wait timer: how long this rank has waited for the same collectives, messages and sections.
+"""Wait timer: seconds without progress of this rank's collectives, messages and sections.
 
 [Note: time that does not count]
-A process may be stopped, its machine may sleep or be overloaded. Between two looks at most twice the time
-counts that was meant to lie between them: a rank that was not running has not been waiting.
+A process can be stopped, its machine suspended or overloaded. Between two looks at most twice their planned
+distance counts: a rank that was not running has not been waiting.
 """
 
 import time
@@ -20,29 +20,29 @@ class _Wait:
 
 
 class WaitTimer:
-    """How long this rank has waited for the same things.
+    """Timer of this rank's waits.
 
     Args:
         record: Its messages.
-        watches_sections: Whether a section that waits for nobody counts, too.
+        watches_sections: Whether sections without a wait for other ranks count, too.
     """
 
     def __init__(self, record: MessageRecord, *, watches_sections: bool) -> None:
         self._record = record
         self._watches_sections = watches_sections
         self._last_look = time.monotonic()
-        self._before = progress()  # of an earlier job in this process
+        self._before = progress()  # collectives of an earlier job in this process
         self._waits: dict[str, _Wait] = {}
         self._forgiven: dict[str, object] = {}
         self._noticed: dict[str, object] = {}
-        self._steps: set[str] = set()  # names of sections that wait for nobody
+        self._steps: set[str] = set()  # names of sections without a wait for other ranks
         self._asked = self._last_look  # when the ranks were last asked where they are
 
     def look(self, look_s: float) -> None:
-        """Look what has moved.
+        """Update the times from the present calls and sections.
 
         Args:
-            look_s: Seconds that are meant to lie between two looks.
+            look_s: Planned seconds between two looks.
         """
         now = time.monotonic()
         elapsed = min(now - self._last_look, 2 * look_s)  # see [Note: time that does not count]
@@ -58,12 +58,12 @@ class WaitTimer:
         self._waits = waits
 
     def overdue(self, timeout: float) -> str:
-        """Say what had not moved for `timeout` seconds at the last look; empty if everything had."""
+        """Describe a wait without progress for `timeout` seconds at the last look; empty without one."""
         late = self._late(timeout, self._forgiven)
         return f"has been in {late[0]} for more than {timeout:g} s" if late else ""
 
     def slow(self, seconds: float) -> str:
-        """Say what had not moved for so long, and no notice has told of.
+        """Describe a wait of this length that no notice has mentioned.
 
         A long step does not count, nor does an `expected_wait`.
         """
@@ -73,7 +73,7 @@ class WaitTimer:
         return f"has been in {late[0]} for more than {seconds:g} s" if late else ""
 
     def is_impatient(self) -> bool:
-        """Return whether a meeting asks for word of the others: it has had none for as long as it says."""
+        """Return whether a meeting's patience is over since the last reports of the others."""
         now = time.monotonic()
         return any(
             item.patience is not None
@@ -83,11 +83,11 @@ class WaitTimer:
         )
 
     def forgive(self) -> None:
-        """Raise no second alarm for what has not moved up to now."""
+        """Exclude the present waits from further alarms."""
         self._forgiven = self._pending()
 
     def take_notice(self) -> None:
-        """Ask for no second notice of what has not moved up to now."""
+        """Exclude the present waits from further notices."""
         self._noticed = self._pending()
         self._asked = time.monotonic()
 
@@ -102,7 +102,7 @@ class WaitTimer:
         ]
 
     def _marks(self) -> dict[str, object]:
-        """Return what this rank waits for, with something that changes when it moves."""
+        """Return the waits of this rank, with a value that changes with their progress."""
         marks: dict[str, object] = {}
         for group, (issued, completed) in progress().items():
             if issued > completed and self._before.get(group) != (issued, completed):

@@ -1,27 +1,26 @@
-"""Watchdog: a thread of each rank that names the ranks to blame for a hang, and then ends the job.
+"""Watchdog: a thread of each rank that names the ranks at fault for a hang, and then ends the job.
 
-It looks some ten times per timeout at the calls that this rank has issued and at those that are complete.
-Where nothing has moved for the timeout, it raises the alarm in the store. Every rank's thread sees that, and
-stores a report of its rank; rank 0 makes one report of them. Nothing here uses the process groups.
+It checks the issued and the complete calls of this rank about ten times per timeout. Without progress for the
+timeout, it raises the alarm in the store. Every rank's thread finds it, and stores a report of its rank; rank
+0 combines them into one report. Nothing here uses the process groups.
 
 [Note: what may fail while a job hangs]
-The store has a connection of its own here, so a thread that waits in the store does not hold ours, and its
-calls give up after seconds. A rank whose thread cannot run (its process has died, is stopped, or computes in
-compiled code without releasing Python's lock) does not answer: its neighbors on the machine look at its
-process from outside. If rank 0 is one of these, the lowest rank that answers makes the diagnosis. If the
-store does not answer, for it may be in rank 0 ([Note: who serves the store] in `_store.py`), each rank
-reports itself alone; it has read before where the others run.
+The watchdog has its own connection to the store, so a thread that waits in the store does not block it, and
+its calls have a time limit. A rank whose thread cannot run (its process has died, is stopped, or computes in
+compiled code without releasing Python's lock) does not answer: its neighbors on the machine read the state of
+its process. If rank 0 is one of these, the lowest rank that answers makes the diagnosis. If the store does
+not answer, since rank 0 can be its server ([Note: who serves the store] in `_store.py`), each rank reports
+itself alone; it has read the locations of the others before.
 
 [Note: who waits for whom, and by when]
 A rank that has waited for `timeout` sets the alarm. Each rank sees it at its next look, at most `poll_s`
 later, and stores its report. Rank 0 then collects the reports for at most `grace_s` (two looks and 1.5 s),
-less if all that are missing are known to be gone, and writes the diagnosis. The others wait for rank 0's
-report for `grace_s`, and for the diagnosis for `_DIAGNOSIS_S` more; if one of these does not come, the
-lowest of those that have reported does what rank 0 would have. All store calls give up after 3 to 10 s, so
-every rank gets to the end of this, whatever happens to the others. At the end each rank shows why it ends
-and notes that it has; those that are to blame first, the others `_LATER_S` after them. No rank ends before
-all have shown their errors, for which it waits at most `_WORDS_S`: the first process that ends takes the
-connections of the others along.
+less if all missing ranks are known to be gone, and writes the diagnosis. The others wait for rank 0's report
+for `grace_s`, and for the diagnosis for `_DIAGNOSIS_S` more; if one of these is missing, the lowest reporting
+rank takes rank 0's part. All store calls end after 3 to 10 s, so every rank completes this in any case. At
+the end each rank shows its error and records that in the store; the ranks at fault first, the others
+`_LATER_S` after them. No rank ends before all have shown their errors, for which it waits at most `_WORDS_S`,
+since the first process that ends closes the connections of the others.
 """
 
 import json
@@ -65,7 +64,7 @@ _NO_DIAGNOSIS = {
     "speakers": [],
 }
 
-_LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # an answer of the store that takes longer does not come
+_LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # limits for an answer of the store
 _STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
 _LOOK_S = 0.05  # between two looks while reports come in
 _FIRST_LOOK_S = 0.02  # the next ones come ever later
@@ -195,7 +194,7 @@ class Watchdog:
     def _run(self) -> None:
         pause = _FIRST_LOOK_S
         while not self._stop.wait(pause):
-            pause = min(self._options.poll_s, 2 * pause)  # where the others run is soon known
+            pause = min(self._options.poll_s, 2 * pause)  # short at first, for the locations of the others
             try:
                 self._look()
             except dist.DistError as error:
@@ -221,7 +220,7 @@ class Watchdog:
             self._give_notice()
 
     def _give_notice(self) -> None:
-        """Report what this rank is doing; one rank writes a line about the waits, and the job goes on.
+        """Report the activity of this rank; one rank writes a line about the waits, and the job continues.
 
         If there is a `deadlock`, it ends as after an alarm.
         """
@@ -234,7 +233,7 @@ class Watchdog:
             self._act_on(number, diagnosis)
 
     def _answer_alarm(self, overdue: str) -> None:
-        """Report what this rank is doing, wait for the diagnosis, and act on it.
+        """Report the activity of this rank, wait for the diagnosis, and act on it.
 
         See [Note: who waits for whom, and by when].
         """
@@ -243,13 +242,13 @@ class Watchdog:
         self._act_on(number, self._report_and_wait(number, overdue))
 
     def _act_on(self, number: str, diagnosis: dict[str, Any]) -> None:
-        """End this process, if the options ask for that, or let it go on."""
+        """End this process or let it continue, depending on the options."""
         if self._options.action == "end":
             self._end(number, diagnosis)
         self._timer.forgive()
 
     def _report_and_wait(self, number: str, overdue: str) -> dict[str, Any]:
-        """Report what this rank is doing, and return the diagnosis."""
+        """Report the activity of this rank, and return the diagnosis."""
         deadline = time.monotonic() + self._options.grace_s
         self._report(number, overdue, deadline=deadline)
         patience = time.monotonic() + self._options.grace_s + _DIAGNOSIS_S
@@ -321,7 +320,7 @@ class Watchdog:
         stuck = deadlock(reports, self._left(absent, reports)) if is_notice else None
         diagnosis = stuck or diagnose(reports, absent, self._axis_of)
         if self._store.add(f"told/{number}", 1) > 1:
-            return  # another rank was quicker: its diagnosis is the one that all end by
+            return  # another rank was first: all ranks use its diagnosis
         if is_notice and stuck is None:
             write_notice(
                 diagnosis,
@@ -447,10 +446,10 @@ class Watchdog:
         self._timer.forgive()
 
     def _without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
-        """Return what is known of the other processes while the store does not answer.
+        """Return the known states of the other processes while the store does not answer.
 
         Returns:
-            By rank, the state of those that are gone; and a line if none of them serves the store.
+            By rank, the state of those that are gone; and a line if the store's server is not one of them.
         """
         # See [Note: what may fail while a job hangs].
         reason = str(error).strip().splitlines()[0]

@@ -151,14 +151,14 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT or re.match(r"#\s*(?:type:|noqa|ruff:|!)", token.string):
             continue
-        line = token.start[0]
-        if lines and line != last + 1:
+        line, stands_alone = token.start[0], not token.line[: token.start[1]].strip()
+        if lines and (line != last + 1 or not stands_alone):
             yield start, "\n".join(lines)
             lines = []
         if not lines:
             start = line
         lines.append(token.string.lstrip("# "))
-        last = line
+        last = line if stands_alone else -1
     if lines:
         yield start, "\n".join(lines)
 

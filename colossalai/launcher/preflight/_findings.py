@@ -1,4 +1,4 @@
-"""Findings of the pre-flight checks: one line each that says what is wrong on a host and what to do."""
+"""Findings of the pre-flight checks: a problem on a host and its remedy, one line each."""
 
 import enum
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class State(enum.Enum):
-    """Whether a job can be started in spite of what was found."""
+    """Whether a job can be started in spite of a finding."""
 
     OK = "ok"
     WARNING = "warning"  # it can, and may disappoint
@@ -21,7 +21,7 @@ class Finding:
     host: str
     check: str
     state: State
-    what: str  # what was found, or what is wrong
+    what: str  # the result or problem
     todo: str = ""  # what to do about it
 
     @property
@@ -30,14 +30,14 @@ class Finding:
         return self.state is not State.FAILED
 
     def describe(self) -> str:
-        """Say it in one line."""
+        """Describe it in one line."""
         line = f"{self.host}: {self.check}: {self.what}"
         return f"{line}; {self.todo}" if self.todo else line
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What a node said to one question."""
+    """Answer of a node to one question."""
 
     value: Any = None
     error: str | None = None  # why there is no value
@@ -64,12 +64,12 @@ def failed(host: str, check: str, what: str, todo: str) -> Finding:
 
 
 def values_of(answers: Answers) -> dict[str, Any]:
-    """Return what the hosts that have answered said."""
+    """Return the values of the hosts that have answered."""
     return {host: answer.value for host, answer in answers.items() if answer.error is None}
 
 
 def unanswered(check: str, answers: Answers) -> Iterator[Finding]:
-    """Yield a finding for each host that could not say."""
+    """Yield a finding for each host without an answer."""
     for host, answer in answers.items():
         if answer.error is not None:
             todo = f"log in there and look: ssh {host}"

@@ -1,7 +1,7 @@
 """Host findings: versions, files, clocks, memory and devices, judged from the answers of all hosts.
 
-Every function takes the answers to one question and returns a finding for every host that was asked. Nothing
-here talks to a host.
+Every function takes the answers to one question and returns a finding for every queried host, without
+connecting to it.
 """
 
 import datetime
@@ -23,12 +23,12 @@ from colossalai.launcher.preflight._findings import (
 _MIB, _GIB = 2**20, 2**30
 # A rank that has imported torch and the package holds about this much before it has a model.
 _RANK_BYTES = _GIB // 2
-_DISK_BYTES = 64 * _MIB  # less: not even logs
-_DISK_WARNING_BYTES = _GIB  # less: hardly a checkpoint
+_DISK_BYTES = 64 * _MIB  # below it not even logs fit
+_DISK_WARNING_BYTES = _GIB  # below it hardly a checkpoint fits
 _SHM_WARNING_BYTES = 128 * _MIB  # containers often have 64 MiB; data loader workers die of it
 # torch's elastic rendezvous takes a node for dead that has not been heard of for 15 s by the other's clock.
 _SKEW_FAILED_S = 10.0
-_SKEW_WARNING_S = 1.0  # time stamps of logs cannot be compared any more, nor who failed first
+_SKEW_WARNING_S = 1.0  # above it time stamps of logs, and thus the first failure, cannot be compared
 
 
 def check_versions(interpreters: Answers, packages: Answers, python: str) -> Iterator[Finding]:
@@ -73,7 +73,7 @@ def check_script(answers: Answers, path: str, own: Mapping[str, Any] | None) -> 
     """Check that the script is there, and the one that this machine has.
 
     Args:
-        answers: What the hosts have said.
+        answers: The answers of the hosts.
         path: The script.
         own: The same answer for this machine; None if it has no such file. Then most hosts decide.
     """

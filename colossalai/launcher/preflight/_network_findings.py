@@ -22,9 +22,9 @@ from colossalai.launcher.preflight._findings import (
 )
 from colossalai.launcher.preflight._probe_network import mapped
 
-_SLOW_LOOKUP_S = 0.5  # of a name server that answers, even from afar, it is far less
+_SLOW_LOOKUP_S = 0.5  # a remote name server that works takes far less
 _OPEN = "let the hosts reach one another on all TCP ports"
-# What a connection has come to, in plain words; by stage and error.
+# Result of a connection in plain words, by stage and error.
 _CONNECT = {
     "ETIMEDOUT": "nothing comes back: a firewall drops the packets, or the route is wrong",
     "ECONNREFUSED": "it is refused: a firewall rejects it, or another machine has this address",
@@ -46,7 +46,7 @@ class HostInterface:
 
 
 def is_loopback(address: str) -> bool:
-    """Say whether an address means the machine itself, whoever asks."""
+    """Return whether an address denotes the local machine on every host."""
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
@@ -124,7 +124,7 @@ def check_port(host: str, answer: Answer) -> Finding:
 
 
 def find_places(answers: Answers, env: Mapping[str, str]) -> tuple[dict[str, HostInterface], list[Finding]]:
-    """Choose each host's interface: the one that the user has set, or by which it reaches the first host.
+    """Choose each host's interface: the user's setting, or the interface of its route to the first host.
 
     Returns:
         The places of the hosts that have one, and the findings.
@@ -161,7 +161,7 @@ def find_places(answers: Answers, env: Mapping[str, str]) -> tuple[dict[str, Hos
 def _check_set_interface(
     host: str, variable: str, value: str, interfaces: Mapping[str, Any], listed: str
 ) -> Finding | None:
-    """Return what is wrong with an interface that the user has set."""
+    """Return the problem with an interface set by the user, None without one."""
     chosen = chosen_interfaces(variable, value, list(interfaces))
     usable = [name for name in chosen if interfaces[name]["addresses"]]
     todo = f"unset {variable}, and the right one is found, or set one that all hosts have"
@@ -196,10 +196,10 @@ def check_places(places: Mapping[str, HostInterface]) -> Iterator[Finding]:
 def check_exchange(
     places: Mapping[str, HostInterface], outcomes: Mapping[tuple[str, str], Mapping[str, Any]]
 ) -> Iterator[Finding]:
-    """Check what came of all connections between the hosts.
+    """Check the results of all connections between the hosts.
 
     Args:
-        places: Where each host is.
+        places: Interface of each host.
         outcomes: By (from, to): `stage`, `error` and `seconds`, as the probe has them.
     """
     bad = {pair: each for pair, each in outcomes.items() if each["stage"] != "done"}
@@ -223,7 +223,7 @@ def check_exchange(
 def _is_alone(
     source: str, target: str, bad: Mapping[tuple[str, str], Any], places: Mapping[str, HostInterface]
 ) -> bool:
-    """Say whether this pair is news: not if nobody reaches the source either, which has its own line."""
+    """Return whether this pair needs its own line: not if no host reaches the source, which has a line."""
     return not all((other, source) in bad for other in places if other != source) or len(places) == 2
 
 
@@ -264,7 +264,7 @@ def _broken_pair(
 def _explain(
     outcome: Mapping[str, Any], host: str, place: HostInterface, places: Mapping[str, HostInterface]
 ) -> tuple[str, str]:
-    """Return what has happened to a connection, and what to do."""
+    """Return the failure of a connection, and its remedy."""
     stage, error = outcome["stage"], outcome["error"]
     if stage == "connect":
         return _CONNECT.get(error, f"{error}"), f"{_OPEN}: look at the firewall of {host} (nft list ruleset)"

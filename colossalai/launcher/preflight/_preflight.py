@@ -1,9 +1,8 @@
-"""Pre-flight checks: whether all that a job needs is on every host, before anything of it is started.
+"""Pre-flight checks: the requirements of a job on every host, before its start.
 
-One ssh connection per host carries a small program there (`_probe.py`) and questions to it; all hosts are
-asked at once, and every question has its own time limit: a host, a file system or a name server that does not
-answer is a finding, never a hang. What the answers mean is judged in `_host_findings.py` and
-`_network_findings.py`.
+One ssh connection per host carries a small program (`_probe.py`) and questions to it, to all hosts in
+parallel. Every question has its own time limit: a host, a file system or a name server that does not answer
+is a finding, never a hang. Answers are evaluated in `_host_findings.py` and `_network_findings.py`.
 """
 
 import asyncio
@@ -41,9 +40,9 @@ _EXCHANGE_S = 8.0  # longer than the time limits of the probe's own connections 
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightRequest:
-    """What a job is going to need, as its launcher knows it."""
+    """Requirements of a job, as its launcher passes them."""
 
-    hosts: Sequence[Host]  # the first one that is there has the master port
+    hosts: Sequence[Host]  # the first present one has the master port
     min_hosts: int | None = None  # a job that can do with so many starts without those that are absent
     master_addr: str | None = None  # the name of the first host, if not given
     master_port: int = 0  # find a free one
@@ -52,7 +51,7 @@ class PreflightRequest:
     is_module: bool = False
     python: str = sys.executable
     workdir: str = field(default_factory=os.getcwd)
-    env: Mapping[str, str] = field(default_factory=dict)  # what the ranks will have set
+    env: Mapping[str, str] = field(default_factory=dict)  # variables of the ranks
     ssh_port: int | None = None
     has_all_reduce: bool = False  # also add a vector with torch and gloo, which takes some seconds
     contact_s: float = 10.0  # for ssh to log in and Python to start
@@ -61,11 +60,11 @@ class PreflightRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class PreflightReport:
-    """What was found."""
+    """Findings of the checks, and the hosts that remain."""
 
     findings: tuple[Finding, ...]
-    absent: Mapping[str, str]  # hosts that cannot be reached, and that the job can do without; and why
-    interfaces: Mapping[str, str]  # by host: what GLOO_SOCKET_IFNAME should be; empty for one host
+    absent: Mapping[str, str]  # unreachable hosts that the job can run without, with the reason
+    interfaces: Mapping[str, str]  # by host: value for GLOO_SOCKET_IFNAME; empty for one host
     master_addr: str
     master_port: int
     seconds: float
@@ -77,20 +76,20 @@ class PreflightReport:
 
     @property
     def failures(self) -> tuple[Finding, ...]:
-        """What stands in the way."""
+        """Findings that prevent the start."""
         return tuple(finding for finding in self.findings if not finding.ok)
 
     @property
     def warnings(self) -> tuple[Finding, ...]:
-        """What stands not in the way, and should be known."""
+        """Findings that do not prevent the start."""
         return tuple(finding for finding in self.findings if finding.state is State.WARNING)
 
 
 def preflight(request: PreflightRequest) -> PreflightReport:
-    """Ask all hosts, and judge what they say; nothing is left running on any.
+    """Query all hosts and evaluate their answers; no process is left on any.
 
     Raises:
-        ValueError: `request.hosts` is empty, or `request.master_port` is no TCP port.
+        ValueError: `request.hosts` is empty, or `request.master_port` is not a TCP port.
     """
     if not request.hosts:
         raise ValueError("there is no host to check")
@@ -141,12 +140,12 @@ class _PreflightRun:
         )
 
     async def _contact(self) -> dict[str, Answer]:
-        """Return what the hosts that can be reached are; the others have a finding."""
+        """Return the descriptions of the reachable hosts; the others have a finding."""
         answers = await asyncio.gather(*(self._reach(node) for node in self.nodes.values()))
         return {name: answer for name, answer in zip(self.names, answers, strict=True) if answer is not None}
 
     def _do_without_absent(self, reached: Answers) -> None:
-        """Go on with the hosts that can be reached, if the job can; a master that is absent is no master."""
+        """Continue with the reachable hosts, if the job can; an absent host cannot be the master."""
         absent = {finding.host for finding in self.findings if finding.check == "ssh" and not finding.ok}
         present = [name for name in self.names if name not in absent]
         if not absent or len(present) < (self.request.min_hosts or len(self.names)) or not reached:
@@ -319,13 +318,13 @@ class _PreflightRun:
         return findings
 
     async def _ask(self, names: Sequence[str], question: str, **arguments: Any) -> dict[str, Answer]:
-        """Ask several hosts the same."""
+        """Send the same question to several hosts."""
         return await self._ask_each(dict.fromkeys(names, arguments), question)
 
     async def _ask_each(
         self, arguments: Mapping[str, Mapping[str, Any]], question: str, timeout_s: float | None = None
     ) -> dict[str, Answer]:
-        """Ask each host a question with arguments of its own."""
+        """Send a question to each host, with separate arguments."""
 
         async def ask(name: str) -> Answer:
             try:
@@ -350,7 +349,7 @@ def _first_path(request: PreflightRequest) -> str:
 
 
 def _own_script(path: Path) -> dict[str, str] | None:
-    """Return what this machine has under the name of the script."""
+    """Return this machine's answer for the script."""
     try:
         return {"sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
     except OSError:

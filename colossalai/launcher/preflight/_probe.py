@@ -1,17 +1,17 @@
-"""Probe of the pre-flight checks: the program that answers questions about the host that it runs on.
+"""Probe of the pre-flight checks: the program that answers questions about its host.
 
 It is sent there as source and run by the interpreter of the job (`_probe_client.py`), so that a host without
 colossalai, or with another one, is examined by the same code as the others. Hence only the standard library
-and `psutil`, which the package needs anyway, and nothing that is newer than Python 3.8. A question is a
-message `ask` of the protocol that agents speak, too (`_protocol.py`), with a number, a name and arguments;
-the answer is a message `answer`.
+and `psutil`, which the package needs anyway, and nothing newer than Python 3.8. A question is a message `ask`
+of the agents' protocol (`_protocol.py`), with a number, a name and arguments; the answer is a message
+`answer`.
 """
 
 # [Note: a thread for each question]
-# A file system that does not answer blocks whoever asks, for ever and beyond the reach of a signal; so may a
-# name server and a driver. Each question therefore has a thread of its own, and one that hangs costs its own
-# answer and no other. Nothing waits for these threads: when the connection ends, because the asker has what
-# it wanted or is gone, the process ends on the spot.
+# A file system that does not answer blocks its caller for ever, and signals have no effect; a name server or
+# a driver can do the same. Each question therefore has a thread of its own, and a hang loses only its own
+# answer. No code waits for these threads: when the connection ends, because the client has all answers or is
+# gone, the process ends at once.
 
 from __future__ import annotations
 
@@ -74,14 +74,14 @@ def packages(*, distributions: list[str], first_path: str) -> dict[str, str | No
 
     Args:
         distributions: The packages.
-        first_path: What the job has as the first entry of `sys.path`.
+        first_path: The first entry of the job's `sys.path`.
     """
     sys.path[0] = first_path
     return {name: _package_version(name) for name in distributions}
 
 
 def _package_version(name: str) -> str | None:
-    """Return the version that an import would give: the file beside the code, else the metadata."""
+    """Return the version that an import would give: the file next to the code, otherwise the metadata."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         return None
@@ -96,12 +96,12 @@ def _package_version(name: str) -> str | None:
 
 
 def directory(*, path: str) -> dict[str, object]:
-    """Say whether there is such a directory, and whether this user may write into it."""
+    """Return whether a directory exists, and whether this user can write to it."""
     return {"exists": os.path.isdir(path), "is_writable": os.access(path, os.W_OK | os.X_OK)}
 
 
 def script(*, path: str) -> dict[str, object]:
-    """Return the SHA-256 and the age of a file, or what keeps this user from reading it."""
+    """Return the SHA-256 and the age of a file, or the reason why this user cannot read it."""
     try:
         with open(path, "rb") as file:
             digest = hashlib.sha256(file.read()).hexdigest()
@@ -111,7 +111,7 @@ def script(*, path: str) -> dict[str, object]:
 
 
 def module(*, name: str, first_path: str) -> dict[str, object]:
-    """Say where the top-level package of a module is found; None if nowhere."""
+    """Return the path of the top-level package of a module; None if it is not found."""
     sys.path[0] = first_path
     spec = importlib.util.find_spec(name.partition(".")[0])
     return {"origin": None if spec is None else spec.origin or "a namespace package"}
@@ -158,7 +158,7 @@ def memory() -> dict[str, int]:
 
 
 def disk(*, path: str) -> dict[str, int]:
-    """Return free bytes, by folder: where the job runs, where temporary files go, the shared memory."""
+    """Return free bytes by folder: working directory, temporary files, shared memory."""
     folders = [path, tempfile.gettempdir(), "/dev/shm"]
     return {folder: shutil.disk_usage(folder).free for folder in folders if os.path.isdir(folder)}
 
@@ -176,7 +176,7 @@ def devices() -> list[dict[str, object]]:
 
 
 def parse_devices(text: str) -> list[dict[str, object]]:
-    """Read lines of "name, free MiB, total MiB"; memory that a device does not tell is None."""
+    """Read lines of "name, free MiB, total MiB"; memory that a device does not report is None."""
     rows = [[cell.strip() for cell in line.rsplit(",", 2)] for line in text.splitlines() if line.strip()]
     return [
         {"name": name, "free": _mebibytes(free), "total": _mebibytes(total)} for name, free, total in rows
@@ -188,7 +188,7 @@ def _mebibytes(text: str) -> int | None:
 
 
 def port(*, number: int) -> dict[str, object]:
-    """Say whether a port can be listened on, and who holds it if not; a free one for number 0."""
+    """Return whether a port can be listened on, and its owner if not; a free one for number 0."""
     if number == 0:
         return {"port": free_port(), "is_free": True}
     try:

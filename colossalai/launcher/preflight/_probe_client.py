@@ -1,6 +1,6 @@
 """Probe client: the questions of the pre-flight checks to one host, and its answers, over ssh.
 
-The probe and what it imports of this package are sent as source, and run by the job's own interpreter: so a
+The probe and its imports of this package are sent as source, and run by the job's own interpreter: so a
 host without colossalai, or with another version, is examined by the same code as the others.
 """
 
@@ -39,17 +39,17 @@ _END_S = 2.0
 
 
 class HostGoneError(Exception):
-    """The command on the host has ended; the arguments are its exit code and what it wrote to stderr."""
+    """The command on the host has ended; the arguments are its exit code and its stderr."""
 
 
 class ProbeClient(RemoteProcess):
-    """The probe on one host: started at once, asked any number of questions, ended.
+    """The probe on one host: started once, queried any number of times, ended.
 
     Args:
         host: As ssh takes it.
         python: The interpreter there.
         env: Variables that are set for it.
-        ssh_port: Where its sshd listens, if not where the user's ssh config says.
+        ssh_port: Port of its sshd; default: from the user's ssh config.
     """
 
     def __init__(self, host: str, *, python: str, env: Mapping[str, str], ssh_port: int | None) -> None:
@@ -66,7 +66,7 @@ class ProbeClient(RemoteProcess):
         super().__init__(command, variables_line(env) + program)
 
     async def ask(self, question: str, *, timeout_s: float, **arguments: Any) -> Answer:
-        """Return the answer; one that does not come in time is an error like those of the host.
+        """Return the answer; a timeout is an error like those of the host.
 
         Raises:
             HostGoneError: The command on the host has ended.
@@ -101,7 +101,7 @@ class ProbeClient(RemoteProcess):
             future.set_result(message)
 
     async def _take_noise(self, line: bytes) -> None:
-        """A login script's greeting is no answer, and stderr is kept in `errors`."""
+        """Drop a login script's output, and keep stderr in `errors`."""
 
     def _on_silence(self) -> None:
         self.errors.append(f"nothing was heard of it for {SILENCE_S:g} s".encode())

@@ -50,7 +50,7 @@ def interfaces(*, toward: str) -> dict[str, object]:
 
 
 def _source(toward: str) -> str | None:
-    """Ask the system for its route; no packet is sent."""
+    """Return the source address of the system's route; no packet is sent."""
     try:
         family, _, _, _, end = socket.getaddrinfo(toward, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -63,8 +63,8 @@ def _source(toward: str) -> str | None:
 def lookups(*, addresses: list[str]) -> dict[str, float | None]:
     """Return how many seconds it takes to find the name of each address; None where it takes too long.
 
-    torch's store asks so for the name of each peer that it accepts, and waits. It listens on IPv6, where an
-    IPv4 peer has the mapped form of its address, which most hosts files lack: then a name server is asked.
+    torch's store looks up the name of each peer that it accepts, and waits. It listens on IPv6, where an
+    IPv4 peer has the mapped form of its address, which most hosts files lack: it then queries a name server.
     A lookup cannot be broken off; one that takes too long goes on in its thread, which nothing waits for.
 
     Args:
@@ -96,9 +96,9 @@ def listen(*, address: str, port: int, token: str) -> int:
     """Wait for the other nodes, in the background, until `close`.
 
     Args:
-        address: Where to listen; "" is everywhere.
-        port: Where to listen; 0 is any free port.
-        token: 16 characters that tell the nodes of this check from anybody else.
+        address: Address to listen on; "" is every address.
+        port: Port to listen on; 0 is any free port.
+        token: 16 characters that identify the nodes of this check.
 
     Returns:
         The port.

@@ -56,7 +56,7 @@ def test_what_is_wrong_is_a_row_and_a_line(network: Network, tmp_path: Path):
         ((), "say what to check"),
         (("-i", "--doctor"), "say what to check"),
         (("-i", "--master_port", "0"), "master_port: these are options of colossalai check --doctor"),
-        (("--doctor", "--host", "a", "--hostfile", "b"), "two ways to say the same"),
+        (("--doctor", "--host", "a", "--hostfile", "b"), "are alternatives"),
         (("--doctor", "--host", "a,,a"), "the host 'a' is named 2 times"),
         (("--doctor", "--exclude", "a"), "is about several machines"),
         (("--doctor", "--env", "x y=1"), "is not a variable"),
