@@ -7,11 +7,11 @@ For users:
     save_checkpoint, load_checkpoint
                         all of them in one file
     TrainingState, save_training_state, load_training_state, resume_training_state, latest_training_state
-                        a run that goes on as if it had never stopped
+                        a run that resumes exactly
     wait_for_saves, check_saves
-                        saves that go on in the background
+                        saves in the background
     parameter_names, LoadReport, Stateful
-                        what these take and return
+                        arguments and results of these
     CheckpointIO, GeneralCheckpointIO
                         saving and loading as an object
     ChunkStorageReader  lets torch's distributed checkpoints (DCP) read ours
@@ -20,23 +20,23 @@ For users:
 
 For the other packages: `open_model` and `fill_model` (the two halves of `load_model`, for checkpoints with
 names of others), `opened_tensors` (the first half for tensors in memory), `gathered_weights` (whole tensors
-in memory, out of those that ranks hold in parts), `module_names` (those in a checkpoint of a part of a
-model), `OpenedModel`, `ModelLoadPlan`, `StoredTensor` and `fill` (what lies between them),
-`set_prefix` and `set_tied_names` (what the names of a pipeline stage are in the whole model), `MODEL` and
-`names_by_tensor`, `called_by_all_ranks` (for functions that save or load), `whole_state_dict` and
-`load_whole_state_dict` (the state dict of a boosted model of which ranks hold parts), and
-`colossalai.checkpoint_io.tools` (for the command line).
+in memory, from the shards of ranks), `module_names` (names in a checkpoint of a part of a model),
+`OpenedModel`, `ModelLoadPlan`, `StoredTensor` and `fill` (the steps between them), `set_prefix` and
+`set_tied_names` (names of a pipeline stage in the whole model), `MODEL` and `names_by_tensor`,
+`called_by_all_ranks` (for functions that save or load), `whole_state_dict` and `load_whole_state_dict` (the
+state dict of a boosted model of which ranks hold parts), and `colossalai.checkpoint_io.tools` (for the
+command line).
 
 A tensor on its way to disk and back, in the terms of this package:
 
-| noun | what it is | home |
+| noun | definition | home |
 | --- | --- | --- |
 | `Box` | offsets and sizes of a part of a global tensor | `tensor/_box` |
 | `TensorMetadata` | shape and dtype of a global tensor | `resharding/_tensors` |
 | `ShardedTensor` | in the memory of ranks: which of them hold which box, and views of our own | the same |
 | `StoredTensor` | in a checkpoint: `StoredShard`s, boxes of which any part can be read | the same |
 | `FlatStateDict` | such tensors by name, and a JSON tree of all else in a state dict | the same |
-| `WriteItem` | a box that one rank writes; `WriteResult`: what it has written | `formats/_sharded_folder` |
+| `WriteItem` | a box that one rank writes; `WriteResult`: the written file | `formats/_sharded_folder` |
 | `SavePlan` | the items of all ranks, and the small files of a training state | `_save_plan` |
 | `ModelLoadPlan` | a checkpoint compared with a model, ready to be copied into it | `_model` |
 | `OptimizerLoadPlan` | the same of an optimizer | `_optimizer` |
@@ -101,5 +101,5 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is not imported yet (PEP 562)."""
+    """Import a name at its first use (PEP 562)."""
     return find_name(__name__, _LAZY, name)

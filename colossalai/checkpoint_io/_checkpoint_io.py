@@ -1,4 +1,4 @@
-"""`CheckpointIO`: saving and loading as an object to be handed around, and the one that does it here."""
+"""`CheckpointIO`: saving and loading as an object, and its implementation `GeneralCheckpointIO`."""
 
 from abc import ABC, abstractmethod
 from pathlib import Path
@@ -15,7 +15,7 @@ from colossalai.checkpoint_io.formats import Stateful, load_lr_scheduler, save_l
 
 
 class CheckpointIO(ABC):
-    """What saves and loads model, optimizer and scheduler; abstract, for a way of your own.
+    """Interface for saving and loading model, optimizer and scheduler, for implementations of your own.
 
     Every rank calls the methods.
     """
@@ -66,9 +66,9 @@ class GeneralCheckpointIO(CheckpointIO):
     """Saves full tensors by name and loads slices of them, as Booster does; models may be boosted or not.
 
     Args:
-        model: The model of optimizers that have not been through a door: their states are saved under its
-            names. Without it those of such an optimizer are saved by their place, and load into one that was
-            built alike.
+        model: The model of optimizers that were not boosted or initialized: their states are saved under its
+            names. Without it such states are saved by position, and load into an optimizer that was built
+            alike.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -161,7 +161,7 @@ class GeneralCheckpointIO(CheckpointIO):
 
 @runtime_checkable
 class _Wrapper(Protocol):
-    """What a door returns for a model."""
+    """The wrapped model of `initialize` or `boost`."""
 
     def unwrap(self) -> nn.Module:
         """Return the model that was given."""

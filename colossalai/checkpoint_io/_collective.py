@@ -2,17 +2,17 @@
 
 Files are written by one rank while the others wait, and read by every rank on its own. An error on one rank
 alone would leave the others waiting in their next collective until it times out. So every step that can fail
-on some ranks only ends with an exchange of the outcome, in which ranks also tell what they have found, and a
-failure anywhere is an exception everywhere.
+on some ranks only ends with an exchange of outcomes and results, and a failure on one rank is an exception on
+all.
 
 In a process without a process group these functions just call their argument.
 
 [Note: a save on one rank]
-To save on rank 0 only is what DDP's users are used to. Here every rank holds a part, so the other ranks go on
-to the collectives of the next step, where they would meet those of the save: a hang, or an error on a rank
-whose script is right. So the ranks first count themselves in the job's key-value store, in a meeting with a
-patience: the watchdog finds that those that are missing wait for the ones here, or have left, and ends
-the job with one sentence. A rank that only comes later is waited for.
+Users of DDP often save on rank 0 only. Here every rank holds a part, so the other ranks continue with the
+collectives of the next step, which would be matched with those of the save: a hang, or an error on an
+innocent rank. So the ranks first count themselves in the job's key-value store, in a meeting with a patience:
+the watchdog finds that the missing ranks wait for the present ones, or have left, and ends the job with one
+sentence. A rank that arrives later is waited for.
 """
 
 import time
@@ -39,7 +39,7 @@ _ADVICE = (
 
 
 class FullDiskError(OSError):
-    """Something cannot be written since the disk, or what the user may write to it, is full."""
+    """A write failed since the disk, or the user's quota, is full."""
 
 
 _KINDS = {
@@ -64,19 +64,19 @@ class GatherValues(Protocol):
     """Takes this rank's plain value and returns those of all ranks, by rank."""
 
     def __call__(self, value: T, /) -> list[T]:
-        """Tell the others a value, and wait for theirs."""
+        """Send a value to the other ranks, and wait for theirs."""
         ...
 
 
 class Agreement:
     """All ranks succeed or all ranks raise; every method is called by all of them, in the same order.
 
-    Each method is one exchange. All ranks raise an error of one kind, so that they can handle it alike: where
-    several fail in different ways, that of the first of them.
+    Each method is one exchange. All ranks raise an error of one kind, so that they can handle it alike: if
+    several fail in different ways, the kind of the first of them.
 
     Args:
-        exchange: Tells this rank's plain value, and returns those of all ranks.
-        rank: Tells the rank of this process.
+        exchange: Sends this rank's plain value, and returns the values of all ranks.
+        rank: Returns the rank of this process.
     """
 
     def __init__(self, exchange: GatherValues, rank: Callable[[], int]) -> None:
@@ -92,12 +92,12 @@ class Agreement:
         """Run `action`, which takes no part in collectives, on every rank.
 
         Returns:
-            What `action` returned on this rank; the others are not told.
+            The result of `action` on this rank only.
 
         Raises:
-            Exception: `action` failed on this rank, with its own error; or on another one, with an error that
-                has the kind and the text of what the first rank that failed raised. That one, from its own,
-                also on a rank that failed in another way.
+            Exception: `action` failed on this rank, with its own error; or on another one, with an error of
+                the kind and text of the first failing rank's. A rank that failed in another way raises that
+                one from its own.
         """
         returned: T = self._run(action, is_told=False)[0]
         return returned
@@ -106,7 +106,7 @@ class Agreement:
         """Run `action` on the writer while the others wait.
 
         Returns:
-            What `action` returned on the writer, None on the other ranks.
+            The result of `action` on the writer, None on the other ranks.
 
         Raises:
             Exception: `action` failed on the writer: there its own error, on the others one of the same kind
@@ -119,7 +119,7 @@ class Agreement:
         """Run `action`, which returns a plain value, on every rank.
 
         Returns:
-            What `action` returned on each rank, by rank.
+            The results of `action`, by rank.
 
         Raises:
             Exception: `action` failed on some rank; see `on_every_rank`.
@@ -130,7 +130,7 @@ class Agreement:
         """Run `action`, which returns a plain value, on the writer while the others wait.
 
         Returns:
-            What `action` returned there, on every rank.
+            The writer's result of `action`, on every rank.
 
         Raises:
             Exception: `action` failed on the writer; see `on_writer`.
@@ -143,7 +143,7 @@ class Agreement:
         return self._exchange(value)
 
     def _run(self, action: Callable[[], Any], *, is_told: bool) -> tuple[Any, list[Any]]:
-        """Return what `action` returned on this rank and, if it is told, on all of them."""
+        """Return the result of `action` on this rank and, if it is sent, on all of them."""
         result, own, failure = None, None, None
         try:
             result = action()
@@ -189,7 +189,7 @@ def called_by_all_ranks(op: str, name: str) -> Callable[[Callable[P, T]], Callab
 
     Args:
         op: "save" or "load".
-        name: What is saved or loaded: "a model".
+        name: Name of the saved or loaded object: "a model".
     """
 
     def decorated(function: Callable[P, T]) -> Callable[P, T]:

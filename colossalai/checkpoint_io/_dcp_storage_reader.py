@@ -73,7 +73,7 @@ class ChunkStorageReader(StorageReader):
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what a plan asks for."""
+        """Read the items of a plan."""
         for item in plan.items:
             if item.type is LoadItemType.BYTE_IO:
                 raise ValueError(

@@ -3,9 +3,9 @@
     pytorch_model-00001-of-00003.bin  ...  pytorch_model.bin.index.json       torch's format
     model-00001-of-00003.safetensors  ...  model.safetensors.index.json       safetensors
 
-The index is JSON: `weight_map` tells which file holds which name, `metadata.total_size` the bytes of all
-tensors. An optimizer's state lies in the same layout under names of its own, so that both fit in one folder.
-Weights of a variant ("fp16") lie beside others: model.fp16.safetensors, model.fp16-00001-of-00003.safetensors
+The index is JSON: `weight_map` maps names to files, `metadata.total_size` is the bytes of all tensors. An
+optimizer's state has the same layout under names of its own, so that both fit in one folder. Weights of a
+variant ("fp16") are stored next to others: model.fp16.safetensors, model.fp16-00001-of-00003.safetensors
 and model.safetensors.index.fp16.json.
 """
 
@@ -161,7 +161,7 @@ def read_index(path: Path) -> HuggingFaceIndex:
         if _CHECKSUM in metadata:
             if not _is_of_rest(_CHECKSUM, metadata, weight_map):
                 raise ValueError("its checksum does not match its content")
-        # Others write none; ours is there all the same if its name, or that of the metadata, is damaged.
+        # Other programs write none; ours exists also if its name, or the name of the metadata, is damaged.
         elif any(
             _is_of_rest(name, part, weight_map)
             for part in content.values()

@@ -1,6 +1,6 @@
 """State dict of a model: saved as full tensors by name, loaded into slices.
 
-Saving: names are those of `module.state_dict()`, values are full tensors, whatever cut them.
+Saving: names are those of `module.state_dict()`, values are full tensors, for any sharding.
 Loading: everything is compared first; only then is the first value overwritten, each rank copying its own
     slice.
 
@@ -86,13 +86,13 @@ def gathered_weights(
 ) -> Iterator[tuple[list[str], torch.Tensor]]:
     """Yield the tensors of a model whole, one after the other, with their names; collective.
 
-    Every rank takes all of them, at the same time. In memory is one tensor beside what ranks hold; what a
-    rank holds whole is yielded as it is, and not to be written to.
+    Every rank iterates over all of them. The additional memory is one tensor; a tensor that a rank holds
+    whole is yielded as it is, and must not be written to.
 
     Args:
         module: The model; its parameters may be in parts on ranks, and stages on other ones.
         mesh: The ranks that hold it.
-        device: Where tensors that are put together are made.
+        device: Device of the gathered tensors.
         into: Returns memory for a tensor by its name, which is used where shape and dtype are the same.
 
     Raises:
@@ -114,13 +114,13 @@ def stored_values(state: FlatStateDict[Any]) -> Mapping[str, object]:
     """Return the values of the state dict that a flat one was made of.
 
     Raises:
-        ValueError: The values of `state` that are no tensors have no names, as those of a model have.
+        ValueError: The values of `state` other than tensors have no names, as a model's have.
     """
     if state.tree is None:
         return state.tensors
     others = unpack(state.tree, state.tensors)
     if not isinstance(others, dict) or not all(isinstance(name, str) for name in others):
-        raise ValueError("damaged checkpoint: the values that are no tensors have no names")
+        raise ValueError("damaged checkpoint: the values other than tensors have no names")
     inner = pack(others, at=_OTHERS)[1].keys()
     return {name: tensor for name, tensor in state.tensors.items() if name not in inner} | others
 
@@ -158,9 +158,9 @@ class ModelLoadPlan:
     Attributes:
         module: The model.
         copies: Its own tensors that will be overwritten, each with its new value.
-        computed: Values that only the module itself can take in: extra state, and what its hooks made up.
-        report: What did not fit.
-        note: What rank 0 logs of its buffers that are converted; empty if none is.
+        computed: Values that only the module itself can load: extra state, and values of its hooks.
+        report: Names that did not match.
+        note: Rank 0's log line about converted buffers; empty if none is.
     """
 
     module: nn.Module
@@ -171,7 +171,7 @@ class ModelLoadPlan:
 
     @contextmanager
     def noted(self) -> Iterator[None]:
-        """Within the block ranks call `apply`; at its end all of them know, also of one that failed.
+        """Context for `apply`, at whose end all ranks exchange the outcome, also of a failed one.
 
         Collective where the model keeps its parameters in sections.
         """
@@ -194,7 +194,7 @@ class ModelLoadPlan:
 
 
 def module_names(module: nn.Module) -> list[str]:
-    """Return the names of what a checkpoint holds of a module."""
+    """Return the names in a checkpoint of a module."""
     prefix = prefix_of(module)
     return [prefix + name for name in module.state_dict(keep_vars=True)]
 
@@ -217,11 +217,11 @@ def plan_model_loading(
     Args:
         module: The model, or a part of one.
         state: The checkpoint.
-        source: What to call it.
+        source: Its name in messages.
         strict: Whether a misfit is an error.
         elsewhere: Names of the parts of the model that other ranks hold.
-        saved_prefix: What the names in the checkpoint begin with; found out if it is not given.
-        rename: Returns what is stored by the names of the model, where it has other ones.
+        saved_prefix: Prefix of the names in the checkpoint; default: detected.
+        rename: Maps stored tensors to the names of the model, if they differ.
         any_dtype: Whether values of another dtype fit.
         same_shapes: Whether another shape is an error also where `strict` is not set.
         is_lazy: Whether tensors of the model may have no memory by now.
@@ -300,7 +300,7 @@ def plan_model_loading(
 
 
 def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values for what the checkpoint has under a name that the whole model ties to the wanted one."""
+    """Return values that the checkpoint has under a name that the whole model ties to the wanted one."""
     others = {name: tied_names(value) for name, value in state.items()}
     found: dict[str, Any] = {}
     for name, tied in others.items():
@@ -341,7 +341,7 @@ def _differ_in_precision(stored: _TensorKind, kind: _TensorKind) -> bool:
 
 
 def _note_of(source: str, pairs: Iterable[tuple[_TensorKind, _TensorKind]], *, is_part: bool) -> str:
-    """Return what to log of stored buffers and those of the model; empty if none is converted."""
+    """Return a log line about converted buffers; empty if none is converted."""
     counts = Counter(
         f"from {stored[1]} to {kind[1]}" for stored, kind in pairs if _differ_in_precision(stored, kind)
     )
@@ -419,14 +419,15 @@ def save_model(
         use_safetensors: Write that format rather than torch's.
         variant: A word for the file names in a folder ("fp16"), as transformers has it: weights of several
             variants lie side by side.
-        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank beside the model.
-        gather_dtensor: False: every rank writes what it holds into a folder that all of them see; of the
-            other options only `prefix` counts then.
+        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank in addition to
+            the model.
+        gather_dtensor: False: every rank writes its shards to a folder that all of them see; of the other
+            options only `prefix` counts then.
 
     Raises:
         ValueError: `checkpoint` is a file where a folder is meant or the reverse, the format cannot hold a
             value, or parameters are both slices and DTensors.
-        OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
+        OSError: The checkpoint cannot be written; on all ranks. An earlier checkpoint is kept.
     """
     state = model_state(module, prefix=prefix or "")
     if not gather_dtensor:
@@ -458,18 +459,18 @@ def load_model(
     names in it carry one and the same prefix that the model's lack, it is left out.
 
     Args:
-        module: The model to overwrite; it may be cut in another way than the one that was saved.
+        module: The model to overwrite; its sharding can differ from the saved one.
         checkpoint: The file or folder.
-        strict: Raise if anything does not fit; else load what fits and warn. Values of another dtype are
-            converted; buffers of another floating-point dtype are in any case.
+        strict: Raise if anything does not match; otherwise load the matching values and warn. Values of
+            another dtype are converted; buffers of another floating-point dtype in any case.
         prefix: Text in front of the names in the checkpoint that is to be left out; names without it are
             unexpected.
         variant: The word in the file names of a folder, if it holds weights of several variants.
-        allow_pickle: Run the code that a torch file may hold, if it cannot be restored without: only for a
-            file from somebody whom you trust. Else such a file is refused.
+        allow_pickle: Run the code that a torch file can contain, if it cannot be restored without: only for a
+            file from a trusted source. Otherwise such a file is refused.
 
     Returns:
-        What did not fit.
+        The names that did not match.
 
     Raises:
         ValueError: The checkpoint is damaged, or its names or shapes are not the model's: all misfits are
@@ -481,7 +482,7 @@ def load_model(
 
 
 Renaming = Callable[[dict[str, Any], Set[str]], dict[str, Any]]
-"""Takes what is stored by its names, and the names of a model on all ranks, and returns it by the latter."""
+"""Maps stored tensors by their names to tensors by the names of a model on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -489,8 +490,8 @@ class OpenedModel:
     """The weights of a checkpoint that was opened: names and shapes are known, values are still in the files.
 
     Attributes:
-        source: What to call it.
-        state: What is in it.
+        source: Its name in messages.
+        state: Its content.
     """
 
     source: str
@@ -508,7 +509,7 @@ def opened_tensors(tensors: Mapping[str, torch.Tensor], *, source: str) -> Opene
 
     Args:
         tensors: The tensors by name.
-        source: What to call them.
+        source: Their name in messages.
     """
     return OpenedModel(source, FlatStateDict(stored_views(tensors), None))
 
@@ -526,7 +527,7 @@ def open_model(
         checkpoint: The file or folder; its format is seen from the content.
         variant: The word in the file names of a folder, if it holds weights of several variants.
         allow_pickle: Run the code that a torch file may hold, if it cannot be restored without.
-        content: Returns the weights by name out of what a single torch file holds; default: the whole of it.
+        content: Returns the weights by name from the content of a single torch file; default: all of it.
 
     Raises:
         ValueError: The checkpoint is damaged, incomplete, or holds no weights.
@@ -556,17 +557,17 @@ def fill_model(
     """Fill a model with the values of an opened checkpoint; collective: each rank copies its own slices.
 
     Args:
-        module: The model to overwrite; it may be cut in another way than the one that was saved.
+        module: The model to overwrite; its sharding can differ from the saved one.
         opened: The checkpoint.
-        strict: Raise if anything does not fit; else load what fits and warn.
+        strict: Raise if anything does not match; otherwise load the matching values and warn.
         prefix: Text in front of the names in the checkpoint that is to be left out.
-        rename: Returns what is stored by the names of the model, where it has other ones.
+        rename: Maps stored tensors to the names of the model, if they differ.
         any_dtype: Whether values of another dtype fit; they are converted.
         same_shapes: Whether another shape is an error also where `strict` is not set.
-        apply: Does the filling, of a model that may be lazy; default: `ModelLoadPlan.apply`.
+        apply: Fills the model, which can be lazy; default: `ModelLoadPlan.apply`.
 
     Returns:
-        What did not fit.
+        The names that did not match.
 
     Raises:
         ValueError: The checkpoint has names or shapes that are not the model's: all misfits are named, and
@@ -602,7 +603,7 @@ class _HasJson(Protocol):
 
 
 def _config_files(module: nn.Module) -> dict[str, str]:
-    """Return the config.json that `from_pretrained` needs beside the weights, for a model of transformers.
+    """Return the config.json that `from_pretrained` needs with the weights, for a model of transformers.
 
     There is none for a model with adapters of peft, whose names `from_pretrained` would not find.
     """

@@ -69,7 +69,7 @@ class OptimizerLoadPlan:
                 f"a state of {self.saved_class} is loaded into {type(self.optimizer).__name__}", ranks=[0]
             )
         self.optimizer.state.clear()
-        others: Any = with_own_memory(self.other_state)  # by the optimizer's own keys, which are no tensors
+        others: Any = with_own_memory(self.other_state)  # keys of the optimizer's own, not tensors
         self.optimizer.state.update(others)
         group_of: dict[nn.Parameter, dict[str, Any]] = {}
         for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -93,7 +93,7 @@ class OptimizerLoadPlan:
         stored: dict[nn.Parameter, dict[str, StoredTensor]],
         group_of: Mapping[nn.Parameter, Mapping[str, Any]],
     ) -> dict[nn.Parameter, dict[str, torch.Tensor]]:
-        """Return what this rank has of the states, each where the optimizer expects it."""
+        """Return this rank's parts of the states, on the devices that the optimizer expects."""
         placed: dict[nn.Parameter, dict[str, torch.Tensor]] = {param: {} for param in stored}
         counted = [param for param, tensors in stored.items() if "step" in tensors]
         for param, step in zip(counted, wholes([stored[param]["step"] for param in counted]), strict=True):
@@ -121,7 +121,7 @@ def plan_optimizer_loading(
         optimizer: The optimizer.
         state: The checkpoint.
         param_names: The name of each of its parameters.
-        source: What to call the checkpoint.
+        source: Name of the checkpoint in messages.
         elsewhere: Names of parameters whose state other ranks hold.
 
     Raises:
@@ -244,20 +244,21 @@ def save_optimizer(
     Args:
         optimizer: Its state may be DTensors, or slices of the shape of their parameter's. Several groups, a
             part of the model's parameters, and parameters that have no state yet are all right.
-        checkpoint: A file; with `shard` a folder, which may be the one that holds the model.
+        checkpoint: A file; with `shard` a folder, which can contain the model.
         param_names: The name of each of its parameters; `parameter_names(model)` gives them.
         shard: Write a folder of shards with an index.
         prefix: Text to put in front of every parameter name.
         size_per_shard: The most a shard holds, in MB (1024 * 1024 bytes).
         use_safetensors: Write that format rather than torch's.
-        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank beside its own.
-        gather_dtensor: False: every rank writes what it holds into a folder that all of them see, which may
-            be the one that holds the model; of the other options only `prefix` counts then.
+        buffer_size: The most memory, in MB (1024 * 1024 bytes), that saving takes on a rank in addition to
+            its states.
+        gather_dtensor: False: every rank writes its shards to a folder that all of them see, which can
+            contain the model; of the other options only `prefix` counts then.
 
     Raises:
         ValueError: A parameter has no name, or the state holds a value that is not plain, or a tensor of
             another shape than the slice that its parameter is.
-        OSError: The checkpoint cannot be written; on all ranks. What was there before is still there.
+        OSError: The checkpoint cannot be written; on all ranks. An earlier checkpoint is kept.
     """
     layout = FileLayout(
         shard=shard,
@@ -279,8 +280,8 @@ def save_optimizer(
 def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names: ParamNames) -> None:
     """Load an optimizer's state and hyper-parameters; collective: every rank copies its own slices.
 
-    Names decide what belongs where; the order of groups and of parameters does not matter. If all names in
-    the checkpoint carry one and the same prefix, it is left out. What the optimizer held before is dropped.
+    States are matched by name; the order of groups and of parameters does not matter. If all names in the
+    checkpoint have the same prefix, it is left out. Earlier states of the optimizer are dropped.
 
     Args:
         optimizer: The optimizer to overwrite; its parameters may be cut in another way than those saved.

@@ -1,6 +1,6 @@
 """State dict of an optimizer: by parameter name, as a flat state dict, and back.
 
-The content, which is also what a single torch file holds:
+The content, also of a single torch file:
 
     state         {parameter name: {key: tensor or scalar}}
     param_groups  [{"params": [parameter names], "lr": ..., ...}]
@@ -46,7 +46,7 @@ _FORM: dict[str | type, Form] = {
     "other_state": dict,
     "optimizer": str,
 }
-# Not hyper-parameters: these, the second being torch's own, name the parameters at hand.
+# Not hyper-parameters: these name the parameters; the second is torch's own.
 _NAMES_IN_GROUP = ("params", "param_names")
 
 
@@ -54,10 +54,10 @@ _NAMES_IN_GROUP = ("params", "param_names")
 def opened(optimizer: Optimizer | None, *, loads: bool) -> Iterator[Optimizer | None]:
     """Within the block, give the optimizer that holds the parameters of the model, as they are named.
 
-    What a door returned may keep others in their place: float32 masters, slices.
+    A wrapped optimizer can hold other tensors in their place: float32 masters, slices.
 
     Args:
-        optimizer: What a door returned, or any other.
+        optimizer: A wrapped optimizer, or any other.
         loads: Whether the block replaces states.
     """
     if isinstance(optimizer, OptimizerWrapper):
@@ -106,7 +106,7 @@ def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str,
 
 
 def hyper_parameters(group: Mapping[str, object]) -> dict[str, object]:
-    """Return what a parameter group holds beside its parameters."""
+    """Return the entries of a parameter group other than its parameters."""
     return {key: value for key, value in group.items() if key not in _NAMES_IN_GROUP}
 
 
@@ -123,13 +123,13 @@ def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> 
     surplus = optimizer.state_dict().keys() - {"state", "param_groups"}
     if surplus:
         raise ValueError(
-            f"{type(optimizer).__name__}.state_dict() holds {listed(map(repr, surplus))} beside 'state' and "
-            f"'param_groups': what belongs to no parameter and no group cannot be saved by parameter name"
+            f"{type(optimizer).__name__}.state_dict() holds {listed(map(repr, surplus))} besides 'state' and "
+            f"'param_groups': entries without a parameter or group cannot be saved by parameter name"
         )
     named = {prefix + name: param for name, param in named_parameters(optimizer, param_names).items()}
     names = {param: name for name, param in named.items()}
     state = optimizer.state
-    # Three passes: the states taken apart, their tensors asked for what cuts them, and put together again.
+    # Three passes: the states are taken apart, the cuts of their tensors are read, and they are joined again.
     packed = {name: pack(dict(state[param])) for name, param in named.items() if param in state}
     shards = shards_of_states(
         {name: cast("dict[str, torch.Tensor]", tensors) for name, (_, tensors) in packed.items()}, named

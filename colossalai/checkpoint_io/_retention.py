@@ -1,13 +1,13 @@
-"""Retention of training states: which in a folder is the newest complete one, and which are removed.
+"""Retention of training states: the newest complete one of a folder, and the removal of older ones.
 
 Order is the order of saving, kept as a serial number in each manifest. Steps would not do: a run that goes
 back to an earlier step saves smaller ones, and clocks of different machines disagree.
 
-[Note: what is removed]
-Only what a save of ours has made: a real folder, in this folder, of our name, with an intact manifest, and
-all the files that it lists. What has the name and is not that (a link, a file, a folder of somebody else, a
-damaged state, which may be what is left of a run) stays, is not counted, and is named in a warning. Of hidden
-folders only those go that have the name of a writer's own and nothing but our parts in them.
+[Note: removed folders]
+Only folders made by a save are removed: a real folder, in this folder, of our name, with an intact manifest
+and all the files that it lists. Other entries with such a name (a link, a file, a folder of another origin, a
+damaged state, which can be the rest of a run) are kept, do not count, and are named in a warning. Hidden
+folders are removed only if they have the name of a writer's own and contain nothing but our parts.
 
 This happens after a save. If its disk is full it happens before, too. Then the last good state may be any of
 them, so the newest whose files match their checksums is found, and only older ones go.
@@ -55,7 +55,7 @@ class CheckedState:
     """A training state of which the manifest, the files and the indices fit each other.
 
     Attributes:
-        path: Where it is.
+        path: Its path.
         manifest: Its manifest.
         indices: Those of its sharded folders, by the name of the folder.
     """
@@ -67,12 +67,12 @@ class CheckedState:
 
 @dataclass(frozen=True)
 class StateFolder:
-    """What is in a folder of training states.
+    """Content of a folder of training states.
 
     Attributes:
-        states: What has an intact manifest, the newest first. Hidden folders come last: one is complete if
-            its writer was killed just before it renamed it, but it may be that its writer is about to do so.
-        damaged: What has the name of a training state, or a manifest, and is none; and why.
+        states: Folders with an intact manifest, the newest first. Hidden folders are last: one is complete if
+            its writer was killed just before the rename, but its writer can also be about to rename it.
+        damaged: Other entries with the name of a training state, or a manifest; with the reason.
     """
 
     states: tuple[tuple[Path, Manifest], ...]
@@ -85,7 +85,7 @@ def step_folder(step: int) -> str:
 
 
 def look_at(folder: Path) -> StateFolder:
-    """Return what is in a folder; of the states only the manifests are read.
+    """Return the content of a folder; only the manifests of the states are read.
 
     Raises:
         OSError: The folder cannot be read.
@@ -137,8 +137,8 @@ def newest_complete(
     Args:
         folder: The folder of training states.
         names: The names in it that `candidates` returned on the writer.
-        agreement: How the ranks agree; one exchange for each candidate.
-        num_ranks: How many they are.
+        agreement: Exchange of the ranks; one for each candidate.
+        num_ranks: Number of ranks.
         buffer_size: The memory, in MB, that reading can take.
     """
     for name in names:
@@ -147,7 +147,7 @@ def newest_complete(
             state = check_state(path, part=agreement.rank, num_parts=num_ranks, buffer_size=buffer_size)
         except (ValueError, OSError) as error:
             misfit = str(error)
-        # A state counts if it does for all ranks: what one of them cannot read, none goes on from.
+        # A state has to be valid on all ranks: one that a rank cannot read is used by none.
         first = next(filter(None, agreement.gather(misfit)), None)
         if first is None:
             return state
@@ -158,12 +158,12 @@ def newest_complete(
 def check_state(
     path: Path, *, part: int = 0, num_parts: int = 1, is_verified: bool = False, buffer_size: float
 ) -> CheckedState:
-    """Read what a training state says of itself and compare it with its files.
+    """Read the manifest of a training state and compare it with its files.
 
     Args:
         path: The training state.
-        part: Which of the readers who share the checksums this is.
-        num_parts: How many they are.
+        part: Index of this reader among those that share the checksums.
+        num_parts: Number of readers.
         is_verified: Whether to leave the checksums out.
         buffer_size: The memory, in MB, that reading may take.
 
@@ -199,7 +199,7 @@ def refuse_lost(folder: Path) -> None:
     """Raise if there is a training state that is not complete, or several are: they should not be missed.
 
     Args:
-        folder: What a run is to go on from, in which none was found.
+        folder: The path to resume from, in which none was found.
 
     Raises:
         ValueError: `folder` is a file or an incomplete training state, or holds only incomplete ones.
@@ -228,7 +228,7 @@ def make_way(path: Path) -> None:
     """See that a training state can be saved at a path; a damaged one there is moved aside.
 
     Raises:
-        ValueError: `path` is a link, or holds files that are no training state.
+        ValueError: `path` is a link, or holds files that are not a training state.
         OSError: `path` cannot be read or moved.
     """
     if path.is_symlink():
@@ -251,12 +251,12 @@ def make_way(path: Path) -> None:
 def retire(folder: Path, *, keep_last: int, good: Path | None = None) -> list[str]:
     """Hide all but the newest training states; on the writer, before any rank removes a file.
 
-    See [Note: what is removed].
+    See [Note: removed folders].
 
     Args:
         folder: The folder of training states.
-        keep_last: How many of the newest stay.
-        good: A state that stays, with all that are newer.
+        keep_last: Number of the newest states to keep.
+        good: A state to keep, with all newer ones.
 
     Returns:
         The hidden names, and those of the folders that killed writers left.
@@ -283,7 +283,7 @@ def remove_retired(folder: Path, names: list[str], agreement: Agreement, *, num_
 def make_room(
     folder: Path, agreement: Agreement, *, keep_last: int, num_ranks: int, buffer_size: float
 ) -> bool:
-    """Remove before a save that the disk has no room for what would be removed after it.
+    """Remove older states before a save instead of after it, if the disk has no room.
 
     Every rank takes part. The newest complete state, its checksums compared, and all newer ones stay.
 
@@ -311,7 +311,7 @@ def _warn_of(path: Path, problem: str) -> None:
 
 
 def _quick_misfit(path: Path) -> str | None:
-    """Return what is wrong with a state, as far as its manifest and the sizes of its files tell."""
+    """Return the problem of a state, judged by its manifest and the sizes of its files; None without one."""
     try:
         return first_misfit(path, read_manifest(path))
     except (ValueError, OSError) as error:
@@ -319,7 +319,7 @@ def _quick_misfit(path: Path) -> str | None:
 
 
 def _is_ours_or_empty(path: Path) -> bool:
-    """Return whether there is nothing in a folder but what a training state consists of, damaged or not."""
+    """Return whether a folder contains only parts of a training state, damaged or not."""
     return {entry.name for entry in path.iterdir()} <= _ENTRIES or _quick_misfit(path) is None
 
 
@@ -334,7 +334,7 @@ def _has_tensors(path: Path) -> bool:
 
 
 def _surplus(folder: Path, *, keep_last: int, good: Path | None = None) -> list[Path]:
-    """Return the folders that are to go: older training states, and what killed writers left."""
+    """Return the folders to remove: older training states, and leftovers of killed writers."""
     found = look_at(folder)
     complete, damaged = [], dict(found.damaged)
     for path, manifest in found.states:
@@ -364,9 +364,10 @@ def _leftovers(folder: Path) -> Iterator[Path]:
 
 
 def _remove_files(folders: list[Path], *, part: int, num_parts: int) -> None:
-    """Remove this rank's part of the files; a link is removed itself, whatever it leads to."""
+    """Remove this rank's part of the files; a link is removed itself, not its target."""
     for path in [path for folder in folders for path in folder.rglob("*")]:
-        # By name and not by position: other ranks are removing their files, and each lists what is left.
+        # By name and not by position: other ranks are removing their files, and each lists the remaining
+        # ones.
         is_own = zlib.crc32(path.name.encode(errors="surrogateescape")) % num_parts == part
         if is_own and (path.is_symlink() or not path.is_dir()):
             path.unlink(missing_ok=True)

@@ -1,14 +1,14 @@
 """Save plan: the state of all ranks together, which rank writes which shards of it, and its execution.
 
-A checkpoint is of the whole. So before it is written, the ranks send each other names, shapes, dtypes and
-boxes of their tensors, no values. Then every rank knows the content of the checkpoint, and which ranks have
-which part of it. Making a plan takes collectives; writing one takes none but the agreement of the ranks, so
-it can be written in the background.
+A checkpoint contains whole tensors. So before it is written, the ranks exchange names, shapes, dtypes and
+boxes of their tensors, without values. Then every rank has the content of the checkpoint, and the owners of
+each part. Making a plan takes collectives; writing one takes none but the agreement of the ranks, so it can
+be written in the background.
 
 [Note: one short exchange]
-Where all ranks hold the same (plain data parallelism), digests of 64 letters are equal, and nothing else is
-sent. Only where digests differ do the ranks send the descriptions themselves. All states of a save share the
-exchange, and the small values of each rank travel with it.
+If all ranks hold the same (plain data parallelism), digests of 64 letters are equal, and nothing else is
+sent. Only if digests differ do the ranks send the descriptions themselves. All states of a save share the
+exchange, which also contains the small values of each rank.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ from colossalai.checkpoint_io.storage import (
 from colossalai.tensor import Box
 
 Content: TypeAlias = dict[str, Any]
-"""Nested dicts and lists with what stands for tensors."""
+"""Nested dicts and lists with metadata in place of tensors."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ def _described(content: Content) -> str:
 
 
 def _content_of(text: str, rank: int) -> Content:
-    """Return the content that a rank has described; its tensors say which boxes that rank holds."""
+    """Return the content described by a rank; its tensors have that rank's boxes."""
     tree, names, rows = json.loads(text)
     tensors = []
     for shape, dtype, boxes, may_differ in rows:
@@ -201,14 +201,14 @@ def _refuse_disagreement(tables: Sequence[Mapping[str, ShardedTensor]]) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SavePlan:
-    """What is to be written.
+    """Content and distribution of a training state to write.
 
     Attributes:
-        path: Where.
-        step: The step it is of.
-        keep_last: How many training states stay in the folder.
+        path: Its path.
+        step: Its step.
+        keep_last: Number of training states to keep in the folder.
         states: The flat state dicts, by the name of their folder.
-        shares: What each rank writes of them.
+        shares: The items of them that each rank writes.
         small_files: Plain values by the name of the file.
         config: The options of the run, as JSON.
         buffer_size: The memory, in MB, that writing may take on a rank.
@@ -235,7 +235,7 @@ class SavePlan:
 
 
 def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
-    """Return a plan with copies of what this rank writes, so that training can go on.
+    """Return a plan with copies of this rank's tensors, so that training can continue.
 
     The copies are `copies`' own: their memory is used again by the next save, when this one has been written.
     """
@@ -260,7 +260,7 @@ def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
 def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
     """Write a training state and remove older ones; every rank takes part.
 
-    Older ones that `plan.keep_last` does not keep are removed afterwards, or before if the disk is full.
+    Older ones beyond `plan.keep_last` are removed afterwards, or before if the disk is full.
 
     Raises:
         OSError: The training state cannot be written; on all ranks.
@@ -294,10 +294,10 @@ def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
 
 
 def write_training_state_alone(plan: SavePlan) -> None:
-    """Write in one process what all ranks would write; older training states stay as they are.
+    """Write the items of all ranks in one process; older training states are kept.
 
     Raises:
-        ValueError: The path of the plan holds files that are no training state.
+        ValueError: The path of the plan holds files that are not a training state.
         OSError: The training state cannot be written.
     """
     make_way(plan.path)
@@ -321,12 +321,12 @@ def _write_own(target: Path, plan: SavePlan, *, rank: int) -> dict[str, WriteRes
 
 
 def _finish(target: Path, told: Sequence[Mapping[str, Sequence[Any]]], *, plan: SavePlan) -> None:
-    """Write what there is once, when all ranks have written: indices, small files, and the manifest last.
+    """Write the common files, when all ranks have written: indices, small files, and the manifest last.
 
     Args:
         target: The folder.
-        told: What each rank has told of its files: `WriteResult`s by the folders of the state dicts.
-        plan: What is written.
+        told: Results of each rank: `WriteResult`s by the folders of the state dicts.
+        plan: The plan.
     """
     files: dict[str, FileEntry] = {}
     for name, state in plan.states.items():

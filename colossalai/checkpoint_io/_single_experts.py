@@ -52,10 +52,9 @@ class ExpertShard(StoredShard):
 
 
 def with_fused_experts(stored: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """Return stored tensors by the names of a model, those of single experts as one where it has them so.
+    """Return stored tensors by the names of a model, single experts joined if the model has them in one.
 
-    What does not make a whole (an expert is missing, shapes differ) stays under its own name, and does not
-    fit.
+    Incomplete sets (an expert is missing, shapes differ) stay under their own names, and do not match.
 
     Args:
         stored: The tensors of the checkpoint by their names.

@@ -1,4 +1,4 @@
-"""Single-file checkpoint of the Engine door: model, optimizer, scheduler and epoch in one torch file.
+"""Single-file checkpoint of the Engine: model, optimizer, scheduler and epoch in one torch file.
 
 It is a dictionary: `epoch`, `model` (a state dict), and if they were given `optimizer` (by parameter name)
 and `lr_scheduler`.
@@ -46,7 +46,7 @@ def save_checkpoint(
     *,
     buffer_size: float = DEFAULT_BUFFER_MB,
 ) -> None:
-    """Save a model, and what trains it, in one file; collective: every rank calls it, global rank 0 writes.
+    """Save a model, optimizer and scheduler in one file; collective: every rank calls it, rank 0 writes.
 
     Args:
         file: The file.
@@ -58,7 +58,7 @@ def save_checkpoint(
 
     Raises:
         ValueError: The optimizer holds parameters that are not the model's, or a state is not plain.
-        OSError: The file cannot be written; on all ranks. What was there before is still there.
+        OSError: The file cannot be written; on all ranks. An earlier file is kept.
     """
     _check(file, model, optimizer, "save_checkpoint(file, epoch, model, optimizer, lr_scheduler)")
     if type(epoch) is not int:
@@ -95,7 +95,7 @@ def _save(
         content["lr_scheduler"] = plain(lr_scheduler.state_dict(), at="lr_scheduler")
     with staged(atomic_file, file, num_bytes=sum(state.nbytes for state in states.values())) as write:
         content |= {kind.part: kind.join(state) for kind, state in states.items()}
-        # All ranks: those that hold what the writer does not send it, block by block.
+        # Collective: ranks with boxes that the writer lacks send them, block by block.
         write_torch_states(write, content, states.values(), buffer_size=buffer_size)
 
 
@@ -110,16 +110,16 @@ def load_checkpoint(
     *,
     allow_pickle: bool = False,
 ) -> int:
-    """Load what `save_checkpoint` wrote; collective: every rank calls it and copies its own slices.
+    """Load a file of `save_checkpoint`; collective: every rank calls it and copies its own slices.
 
     Args:
         file: The file.
         model: The model to overwrite.
         optimizer: The optimizer to overwrite, if wanted.
         lr_scheduler: The scheduler to overwrite, if wanted.
-        strict: Raise if the model and its weights do not fit; else load what fits and warn.
-        allow_pickle: Run the code that the file may hold, if it cannot be restored without: only for a file
-            from somebody whom you trust.
+        strict: Raise if the model and its weights do not match; otherwise load the matching values and warn.
+        allow_pickle: Run the code that the file can contain, if it cannot be restored without: only for a
+            file from a trusted source.
 
     Returns:
         The epoch that was saved.

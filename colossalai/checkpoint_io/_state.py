@@ -21,7 +21,7 @@ from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
 from colossalai.tensor import CHECKPOINT_PREFIX, CHECKPOINT_TIED_NAMES
 
 T = TypeVar("T")
-TREE_KEY = "colossalai"  # under it the tree stands in a safetensors header and in an index file
+TREE_KEY = "colossalai"  # key of the tree in a safetensors header and in an index file
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Kind:
         part: The name of the folder of a training state that is of this kind.
         stems: The file names in a folder.
         join: Makes the content of a single torch file out of a flat state dict.
-        split: Takes that content apart again; raises a ValueError that says what it is instead. Its tensors
-            are those of the content.
-        needs_tree: Whether there is none without values that are no tensors.
+        split: The inverse of `join`; raises a ValueError with the actual kind of other content. Tensors are
+            not copied.
+        needs_tree: Whether it always has values other than tensors.
     """
 
     part: str
@@ -46,13 +46,13 @@ class Kind:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """How to lay a checkpoint out in files.
+    """Layout of a checkpoint in files.
 
     Attributes:
         shard: A folder of shards rather than one file.
         size_per_shard: The most that a shard holds, in MB of 1024 * 1024 bytes.
         use_safetensors: In that format rather than torch's.
-        variant: A word in the file names of a folder, by which transformers tells several weights apart.
+        variant: A word in the file names of a folder, by which transformers distinguishes several weights.
         buffer_size: The most memory that writing takes on a rank, in MB.
     """
 
@@ -65,7 +65,7 @@ class FileLayout:
 
 @dataclass(frozen=True)
 class LoadReport:
-    """What did not fit when a checkpoint was loaded.
+    """Names that did not match when a checkpoint was loaded.
 
     Attributes:
         missing: Names that the model has and the checkpoint lacks; they keep their values.

@@ -21,12 +21,12 @@ def whole_state_dict(
 ) -> dict[str, Any]:
     """Return the state dict of a whole model in host memory, on every rank; collective.
 
-    On the device is one tensor at a time beside what ranks hold. Tied values are one tensor.
+    The additional memory on the device is one tensor at a time. Tied values are one tensor.
 
     Args:
         module: The model; its parameters may be in parts on ranks, and stages on other ones.
         mesh: The ranks that hold it.
-        device: Where tensors are put together.
+        device: Device of the gathered tensors.
         prefix: Text to put in front of every name.
 
     Raises:

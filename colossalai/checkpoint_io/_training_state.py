@@ -6,8 +6,8 @@
         random/00000-of-00002.pt      the random states of each rank
         manifest.json                 sizes and checksums of all of these
 
-A folder is written beside, synced and renamed into place, so a process that is killed at any moment leaves
-the previous training state or the new one. Which one is the newest complete one is found by content.
+A folder is written under a hidden name, synced and renamed into place, so a process that is killed at any
+moment leaves the previous training state or the new one. The newest complete one is found by content.
 """
 
 import json
@@ -86,11 +86,11 @@ from colossalai.tensor import as_memory
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """The parts of a run that are saved together. What is None is neither saved nor loaded.
+    """The parts of a run that are saved together. Parts that are None are neither saved nor loaded.
 
     Attributes:
         model: The raw module, which may be sharded.
-        optimizer: The optimizer, the raw one or what a door returned.
+        optimizer: The optimizer, raw or wrapped.
         param_names: The names of its parameters; those of `model` if not given.
         lr_scheduler: The scheduler.
         dataloader: The position in the data. The state of rank 0 is saved and given to all ranks.
@@ -110,7 +110,7 @@ class TrainingState:
 
     @property
     def small_parts(self) -> dict[str, Stateful]:
-        """The parts, beside model and optimizer, that have a state."""
+        """The parts other than model and optimizer that have a state."""
         parts = {"lr_scheduler": self.lr_scheduler, "dataloader": self.dataloader, "scaler": self.scaler}
         return {name: part for name, part in parts.items() if part is not None}
 
@@ -134,27 +134,27 @@ def save_training_state(
 
     Args:
         folder: The folder of a run's training states; made if it is not there.
-        state: What to save, along with the random states of every rank.
+        state: The state to save, along with the random states of every rank.
         step: The number of steps done.
-        keep_last: How many training states, counted in the order of saving, stay in `folder`.
+        keep_last: Number of training states to keep in `folder`, in the order of saving.
         save_async: Write in the background. The next save waits for this one. An error is raised by the next
             step of the optimizer, the next save, or `wait_for_saves`, whichever comes first.
-        buffer_size: The most memory, in MB of 1024 * 1024 bytes, that writing takes on a rank beside what is
-            saved; with `save_async` beside the copy in host memory, too.
+        buffer_size: The most memory, in MB of 1024 * 1024 bytes, that writing takes on a rank in addition to
+            the state; with `save_async` also in addition to the copy in host memory.
 
     Returns:
         The path of the training state; with `save_async` it may not be there yet.
 
     Raises:
         ValueError: A value in `state` cannot be saved, an option is out of range, another job saves into the
-            folder, or its path holds files that are no training state.
+            folder, or its path holds files that are not a training state.
         OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
     """
     if step < 0:
         raise ValueError(f"step={step} must be at least 0")
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} must be at least 1: the one that is being saved stays")
-    block_size(buffer_size)  # refuses one that is too small
+    block_size(buffer_size)  # refuses a size that is too small
     wait_for_saves()
     path = Path(folder) / step_folder(step)
     with folder_lock() as take_lock:
@@ -176,7 +176,7 @@ def save_training_state(
             if not save_async:
                 write_training_state(plan, COLLECTIVE)
                 return path
-            # When all have their copies, training may change what was copied.
+            # When all ranks have their copies, training can change the originals.
             staged = on_every_rank(lambda: in_host_memory(plan, host_copies()))
         start_save(partial(write_training_state, staged), name=str(path), watch=state.optimizer)
     return path
@@ -185,8 +185,8 @@ def save_training_state(
 def latest_training_state(folder: str | Path) -> Path | None:
     """Return the newest complete training state in a folder, None if there is none; collective.
 
-    Complete is one whose files are all as its manifest says; the newest is the one that was saved last. A
-    damaged one is named in a warning and passed over. What is being saved in the background is waited for.
+    A state is complete if all of its files match its manifest; the newest is the last saved one. A damaged
+    one is named in a warning and skipped. Saves in the background are waited for.
 
     Raises:
         OSError: The folder cannot be read.
@@ -210,9 +210,9 @@ def load_training_state(
     do, and the others get new ones, made from the seed of the run and the step.
 
     Args:
-        path: What `save_training_state` or `latest_training_state` returned.
-        state: What to load into. Parts that are None are left out, `extra` is not looked at.
-        buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
+        path: A result of `save_training_state` or `latest_training_state`.
+        state: The objects to load into. Parts that are None are left out, `extra` is ignored.
+        buffer_size: The most memory, in MB, that loading takes on a rank in addition to the state.
 
     Returns:
         The `extra` values that were saved, and "step".
@@ -222,8 +222,8 @@ def load_training_state(
             overwritten.
         OSError: The training state cannot be read.
     """
-    wait_for_saves()  # it may be the one that is being saved
-    block_size(buffer_size)  # refuses one that is too small
+    wait_for_saves()  # `path` can be a save in the background
+    block_size(buffer_size)  # refuses a size that is too small
     with opened(state.optimizer, loads=True) as raw:
         return _load(Path(path), replace(state, optimizer=raw), None, buffer_size)
 
@@ -233,24 +233,24 @@ def load_training_state(
 def resume_training_state(
     folder: str | Path, state: TrainingState, *, buffer_size: float = DEFAULT_BUFFER_MB
 ) -> dict[str, object] | None:
-    """Load the newest complete training state of a folder, or the one that a path is; collective.
+    """Load the newest complete training state of a folder, or a single one; collective.
 
     Args:
-        folder: The folder that `save_training_state` was given, or one that it returned.
-        state: What to load into; see `load_training_state`.
+        folder: The folder passed to `save_training_state`, or a result of it.
+        state: The objects to load into; see `load_training_state`.
         buffer_size: See `load_training_state`.
 
     Returns:
-        What `load_training_state` returns; None if the folder is not there or holds no training state.
+        The result of `load_training_state`; None if the folder does not exist or holds no training state.
 
     Raises:
         ValueError: All training states are damaged, the one at `folder` has no manifest, or the newest
             complete one lacks a part or has other names or shapes.
-        OSError: The training state cannot be read; also if the path is that of a single one which is not
-            there.
+        OSError: The training state cannot be read; also if the path names a single one that does not
+            exist.
     """
     wait_for_saves()
-    block_size(buffer_size)  # refuses one that is too small, which no folder is damaged by
+    block_size(buffer_size)  # refuses a size that is too small before any folder is read
     path = Path(folder)
     names = from_writer(lambda: None if (path / MANIFEST).is_file() else candidates(path))
     if names is None:  # on all ranks: the path is a training state itself
@@ -328,7 +328,7 @@ def _load(
 
     Args:
         path: The training state.
-        state: What to load into; its optimizer is the raw one.
+        state: The objects to load into; its optimizer is the raw one.
         checked: The training state, if its checksums have been compared.
         buffer_size: The memory, in MB, that loading may take.
     """
@@ -411,12 +411,12 @@ def _load_plan(
 def _stored(checked: CheckedState, kind: Kind) -> StoredStateDict:
     state = checked.indices[kind.part].state()
     with damage_named(checked.path / kind.part):
-        kind.join(state)  # what the tree says of the tensors is there
+        kind.join(state)  # checks the tensors that the tree names
     return state
 
 
 def _random_state_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], str]:
-    """Return the random state with which this rank goes on, and what that means if the layout is another one.
+    """Return the random state of this rank, and a log line if the layout is another one.
 
     Raises:
         ValueError: A file is damaged.

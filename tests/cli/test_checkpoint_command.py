@@ -248,7 +248,7 @@ def test_mistakes_in_plain_words(sources: dict[str, Path], tmp_path: Path) -> No
     for args, words in {
         ("inspect", tmp_path / "nowhere"): "there is no such file or folder",
         ("inspect", tmp_path / "run"): "is a folder of training states: give one of step-00000002",
-        ("inspect", sources["dcp"]): "give --allow-pickle if you trust whoever wrote it",
+        ("inspect", sources["dcp"]): "give --allow-pickle if you trust its origin",
         ("verify", sources["dcp"]): "which has no checksums",
         ("convert", sources["pt"], sources["pt"], "--to", "pt"): "is the source itself",
         (

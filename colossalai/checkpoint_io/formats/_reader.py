@@ -33,9 +33,9 @@ def load_state(
     Args:
         path: A file of torch or safetensors, an index file, a folder that holds one of these, a sharded
             folder, or a training state.
-        kind: What it is.
-        variant: Which of the weights in a folder.
-        allow_pickle: Run the code that a torch file may hold, if it cannot be restored without.
+        kind: Its kind.
+        variant: The word of the weights in a folder.
+        allow_pickle: Run the code that a torch file can contain, if it cannot be restored without.
 
     Raises:
         ValueError: The checkpoint is damaged, incomplete, or not of `kind`; the message names the file.
@@ -61,10 +61,10 @@ def read_state(
         OSError: The checkpoint cannot be read.
     """
     if path.is_dir() and not (path / INDEX).is_file() and (path / kind.part).is_dir():
-        path = path / kind.part  # of a training state
+        path = path / kind.part  # `path` is a training state
     with damage_named(path):
         state = _read(path, kind, is_verified=is_verified, variant=variant, allow_pickle=allow_pickle)
-        kind.join(state)  # what the tree says of the tensors is there
+        kind.join(state)  # checks the tensors that the tree names
         return state
 
 
@@ -85,7 +85,7 @@ def _read(
     index = read_index(path)
     if kind.needs_tree and index.metadata.get(TREE_KEY) is None:
         raise ValueError(
-            f"{path} has no {TREE_KEY!r} in its metadata, where the values that are no tensors are"
+            f"{path} has no {TREE_KEY!r} in its metadata, where values other than tensors are stored"
         )
     _verify_part([path.parent / name for name in index.files], is_verified=is_verified)
     tensors: dict[str, StoredTensor] = {}
@@ -94,7 +94,7 @@ def _read(
         shard = stored_views(values)
         lost = [key for key, home in index.weight_map.items() if home == name and key not in shard]
         if lost:
-            raise ValueError(f"{path} says that {name} holds {listed(lost)}, which it does not")
+            raise ValueError(f"{path} lists {listed(lost)} in {name}, which lacks them")
         tensors |= shard
     return FlatStateDict(tensors, index.metadata.get(TREE_KEY))
 

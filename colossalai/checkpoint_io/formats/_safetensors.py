@@ -1,9 +1,9 @@
 """Writer of safetensors files, in one pass.
 
 A file is the length of its header in 8 bytes, the header in JSON, and the values, one tensor after the other.
-Where everything lies is known before the values are, but the checksums of the tensors, which we put in the
-header, are known behind them: so the header is written twice, the first time with the widest numbers. The
-second one is no longer, and is filled with blanks.
+The layout is known before the values, but the checksums of the tensors in the header are known after them: so
+the header is written twice, the first time with the widest numbers. The second one is at most as long, and is
+padded with blanks.
 """
 
 import json
@@ -16,8 +16,8 @@ import torch
 from colossalai.checkpoint_io.resharding import TensorMetadata
 from colossalai.checkpoint_io.storage import damage_named, differs_by_one, json_checksum
 
-CHECKSUMS = "crc32"  # under it the header has the CRC-32 of each tensor, in JSON
-_OF_HEADER = "crc32_of_header"  # and under this one that of the rest of the header
+CHECKSUMS = "crc32"  # key of the CRC-32 of each tensor, in JSON
+_OF_HEADER = "crc32_of_header"  # key of the CRC-32 of the rest of the header
 _ALIGNMENT = 16  # the widest element, complex128: a mapping of any tensor can be viewed as its dtype
 _WIDEST = 0xFFFFFFFF
 _DIGITS = 10  # of `_WIDEST`
@@ -52,13 +52,13 @@ def header_of(
     sizes: Sequence[int],
     metadata: Mapping[str, str],
 ) -> tuple[bytes, list[int]]:
-    """Return the beginning of a file, and where each tensor begins in it.
+    """Return the beginning of a file, and the offset of each tensor in it.
 
     Args:
-        listings: Name, dtype and shape of the tensors, in order. One of a dtype that the format does not know
+        listings: Name, dtype and shape of the tensors, in order. A tensor of a dtype that the format lacks
             is listed as bytes.
         sizes: The bytes of each.
-        metadata: Text beside them.
+        metadata: Additional text.
     """
     texts = dict(metadata)
     entries: dict[str, Mapping[str, object]] = {_METADATA: texts}
@@ -123,7 +123,7 @@ def write_safetensors(
         path: The file.
         tensors: By name, in the order of `in_file_order`.
         header: Additional text for the header.
-        blocks_of: Gives the bytes of each, asked for in the same order.
+        blocks_of: Returns the bytes of each tensor, called in the same order.
 
     Raises:
         ValueError: The format has no place for one of the tensors.

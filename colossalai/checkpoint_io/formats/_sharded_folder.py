@@ -1,14 +1,14 @@
-"""Sharded folders: shards of tensors in a file for each rank, and the index of where each of them is.
+"""Sharded folders: shards of tensors in a file for each rank, and the index of their offsets.
 
     tensors.json                          the index
-    00000-of-00002.safetensors  ...       what rank 0 of 2 has written: shards, one after the other
+    00000-of-00002.safetensors  ...       the file of rank 0 of 2: shards, one after the other
 
 A shard is a box of a global tensor, row-major. The files are in safetensors' format, so that other programs
 can look into them; a shard that is a whole tensor has its name there, any other the name and the box. (In the
 index the shards of a tensor are under "chunks", as torch's distributed checkpoints call them.)
 
-To save one, the ranks know of each other what they hold (see `_save_plan`), so each finds out alone which
-rank writes what: a box that several ranks hold is written by one of them.
+For a save, every rank has the descriptions of all ranks (see `_save_plan`), so each determines alone the
+writer of every box: a box that several ranks hold is written by one of them.
 """
 
 import itertools
@@ -76,13 +76,13 @@ _FILE_OF_RANK = re.compile(r"\d{5,}-of-\d{5,}\.safetensors")
 
 @dataclass(frozen=True)
 class ShardedIndex:
-    """What lies in a sharded folder.
+    """Index of a sharded folder.
 
     Attributes:
         tensors: By name; their shards are `FileShard`s.
         same_as: Further names of tensors, each with the name under which it is in `tensors`.
-        tree: The plain values beside the tensors (see `resharding/_tree`).
-        files: What each file must be.
+        tree: The plain values (see `resharding/_tree`).
+        files: Size and checksum of each file.
     """
 
     tensors: Mapping[str, StoredTensor]
@@ -97,7 +97,7 @@ class ShardedIndex:
 
 
 def shard_name(name: str, box: Box, shape: tuple[int, ...]) -> str:
-    """Return what a shard is called in its file."""
+    """Return the name of a shard in its file."""
     return name if box.sizes == shape else f"{name}{box}"
 
 
@@ -119,14 +119,14 @@ def refuse_lost_index(folder: Path) -> None:
     """
     names = sorted(entry.name for entry in folder.iterdir() if is_of_a_rank(entry.name))
     if names:
-        raise ValueError(f"{folder / INDEX} is missing, which tells what {listed(names)} hold")
+        raise ValueError(f"{folder / INDEX} is missing, the index of {listed(names)}")
 
 
 def write_sharded_index(folder: Path, index: ShardedIndex) -> None:
     """Write the index of a folder whose files are written, and read it as a reader will.
 
     Raises:
-        ValueError: A file has another size than the index says, or a tensor is not all there.
+        ValueError: A file has another size than in the index, or a tensor is not complete.
         OSError: The index cannot be written.
     """
     tensors = {}
@@ -145,13 +145,13 @@ def write_sharded_index(folder: Path, index: ShardedIndex) -> None:
 
 
 def read_sharded_index(folder: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> ShardedIndex:
-    """Read the index of a folder; the files that it names must have the size that it says.
+    """Read the index of a folder; the files that it names must have the listed sizes.
 
     The values are not read, and not compared with the checksums.
 
     Args:
         folder: The folder.
-        buffer_size: The memory, in MB, that reading a tensor may take beside where it goes.
+        buffer_size: The memory, in MB, that reading a tensor can take in addition to its destination.
 
     Raises:
         ValueError: The index is damaged or of a later format, a file is missing or of another size, or a
@@ -181,9 +181,9 @@ def _tensors_of(
     """Return the tensors of an index.
 
     Raises:
-        ValueError: A dtype is unknown, or an element of a tensor lies in no shard, in several, or beyond the
+        ValueError: A dtype is unknown, or an element of a tensor is in no shard, in several, or beyond the
             end of its file.
-        KeyError: A shard lies in a file that the index does not list.
+        KeyError: A shard is in a file that the index does not list.
     """
     tensors, boxes, lost = {}, {}, set()
     dtypes = {name: dtype_named(name) for name in {entry["dtype"] for entry in body["tensors"].values()}}
@@ -231,7 +231,7 @@ class WriteItem:
 
 
 class WriteResult(NamedTuple):
-    """What a rank has written of a folder; plain, so that ranks can tell each other.
+    """A rank's file of a folder; plain, so that ranks can exchange it.
 
     Attributes:
         size: Bytes of its file; 0 if it has written none.
@@ -245,10 +245,10 @@ class WriteResult(NamedTuple):
 
 
 def share_out(state: ShardedStateDict, num_ranks: int) -> list[list[WriteItem]]:
-    """Return the shards that each rank writes: about the same number of bytes each, where that can be.
+    """Return the shards that each rank writes: about the same number of bytes each, if possible.
 
     Raises:
-        ValueError: A box of a tensor is on no rank, or lies in several boxes.
+        ValueError: A box of a tensor is on no rank, or is in several boxes.
     """
     shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
@@ -274,13 +274,13 @@ def share_out(state: ShardedStateDict, num_ranks: int) -> list[list[WriteItem]]:
 def write_items(
     path: Path, items: Sequence[WriteItem], *, buffer_size: float = DEFAULT_BUFFER_MB
 ) -> WriteResult:
-    """Write a rank's shards into its file, and see them on disk.
+    """Write a rank's shards to its file, and sync it to disk.
 
-    Takes at most a block of memory beside the shards themselves.
+    Needs at most a block of memory in addition to the shards.
 
     Args:
         path: The file.
-        items: What to write.
+        items: The shards.
         buffer_size: The memory that may be used, in MB.
 
     Raises:
@@ -346,7 +346,7 @@ def index_of(
 
 
 def _copied_blocks(tensor: torch.Tensor, *, most: int) -> Iterator[torch.Tensor]:
-    """Yield copies in host memory of the row-major blocks of a tensor that lies elsewhere, or in no row."""
+    """Yield copies in host memory of the row-major blocks of a tensor on a device, or not contiguous."""
     for box in block_boxes(tensor.shape, most=max(1, most // tensor.dtype.itemsize)):
         yield box.of(tensor).cpu().contiguous()
 
@@ -356,13 +356,13 @@ def save_sharded(path: str | Path, state: ShardedStateDict, kind: Kind) -> None:
 
     Args:
         path: The folder, on a file system that all ranks see.
-        state: What the ranks hold.
-        kind: What it is.
+        state: The state of the ranks.
+        kind: Its kind.
 
     Raises:
-        ValueError: The sub-folder is there and is no sharded folder, or a tensor is sparse, or not held as a
+        ValueError: The sub-folder exists and is not a sharded folder, or a tensor is sparse, or not held as a
             whole by the ranks.
-        OSError: The folder cannot be written; on all ranks. What was there before is still there.
+        OSError: The folder cannot be written; on all ranks. An earlier folder is kept.
     """
     target = Path(path) / kind.part
     on_writer(partial(_refuse_other, target))

@@ -1,8 +1,8 @@
-"""Single files: torch's zip format or safetensors, told apart by their first bytes; small states in one.
+"""Single files: torch's zip format or safetensors, detected by their first bytes; small states in one.
 
-Both are read memory-mapped: what comes back is a view of the file, and only what is copied out of it costs
-memory. Both carry checksums: torch's zip archive by its nature, our safetensors files as CRC-32 of each
-tensor in the header. Nothing in a file is executed unless the caller says that it may be.
+Both are read memory-mapped: tensors are views of the file, and only copies cost memory. Both carry checksums:
+torch's zip archive by its nature, our safetensors files as CRC-32 of each tensor in the header. Nothing in a
+file is executed unless the caller allows it.
 """
 
 import enum
@@ -38,7 +38,7 @@ _END_SIZE = 22  # of the record at the end, before the comment
 _LOCAL = b"PK\x03\x04"
 _LOCAL_FORMAT = "<4sHHHHHIIIHH"  # signature, version, flags, method, time, date, CRC, sizes, lengths
 _LOCAL_SIZE = struct.calcsize(_LOCAL_FORMAT)
-_HAS_DESCRIPTOR = 1 << 3  # then CRC and sizes may stand behind the content
+_HAS_DESCRIPTOR = 1 << 3  # then CRC and sizes can follow the content
 _PREFIX = b"colossalai crc32 "
 _DIGITS = 10
 _SEAL_SIZE = len(_PREFIX) + _DIGITS
@@ -52,7 +52,7 @@ _ALLOWING = (
 
 
 class Format(enum.Enum):
-    """What a file holds, as seen from its content."""
+    """Format of a file, detected by its content."""
 
     TORCH_ZIP = enum.auto()
     TORCH_LEGACY = enum.auto()
@@ -60,10 +60,10 @@ class Format(enum.Enum):
 
 
 def detect_format(path: Path) -> Format:
-    """Tell a file's format by its first bytes.
+    """Detect a file's format by its first bytes.
 
     Raises:
-        ValueError: The file has none of the formats, or is no regular file.
+        ValueError: The file has none of the formats, or is not a regular file.
         OSError: The file cannot be read.
     """
     refuse_special(path)
@@ -115,7 +115,7 @@ def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -
     try:
         if is_zip:
             with zipfile.ZipFile(path) as archive:
-                refuse_truncated(path, archive)  # it says so better than torch
+                refuse_truncated(path, archive)  # its error is clearer than torch's
         is_mapped = is_zip and mapped
         try:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_mapped)
@@ -230,7 +230,7 @@ def save_lr_scheduler(lr_scheduler: Stateful, checkpoint: str | Path) -> None:
 
     Raises:
         ValueError: The state of `lr_scheduler` holds a value that is not plain.
-        OSError: The file cannot be written; on all ranks. What was there before is still there.
+        OSError: The file cannot be written; on all ranks. An earlier file is kept.
     """
     state = plain(lr_scheduler.state_dict(), at="lr_scheduler")
     with staged(atomic_file, checkpoint) as write:
@@ -358,9 +358,9 @@ def _local_header(file: BinaryIO, info: zipfile.ZipInfo) -> tuple[int, ...]:
 
 
 def _refuse_other_header(file: BinaryIO, info: zipfile.ZipInfo) -> None:
-    """Compare the header in front of a member with what the directory says of it.
+    """Compare the header in front of a member with its entry in the directory.
 
-    Zeros, or all bits, stand for what is told behind the content, or in the extra field of a large member.
+    Zeros, or all bits, mean a value after the content, or in the extra field of a large member.
     """
     _, flags, method, _, _, checksum, packed, size, _, _ = _local_header(file, info)
     untold = (0, 0xFFFFFFFF)

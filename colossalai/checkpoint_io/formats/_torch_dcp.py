@@ -50,7 +50,7 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict
         allow_pickle: Whether its index, a pickle, may be read.
 
     Returns:
-        Its tensors by their full names, and the other values; None for one that is not plain.
+        Its tensors by their full names, and the other values; None for a value that is not plain.
 
     Raises:
         ValueError: Reading a pickle is not allowed, or the checkpoint is damaged.
@@ -62,7 +62,7 @@ def read_dcp(folder: Path, *, allow_pickle: bool) -> tuple[StoredStateDict, dict
     if not allow_pickle:
         raise ValueError(
             f"{path} is a pickle, which can execute any code when it is read: give --allow-pickle if you "
-            f"trust whoever wrote it"
+            f"trust its origin"
         )
     try:
         metadata = pickle.loads(path.read_bytes())
@@ -129,7 +129,7 @@ class _Slice(io.RawIOBase):
 
     Args:
         file: The file.
-        begin: Where the part begins.
+        begin: Its offset.
         length: Its bytes.
     """
 
@@ -159,7 +159,7 @@ class _Slice(io.RawIOBase):
         return self._place
 
     def readinto(self, buffer: Any, /) -> int:
-        """Read what fits, up to the end of the part."""
+        """Fill the buffer, up to the end of the part."""
         view = memoryview(buffer).cast("B")[: max(0, self._length - self._place)]
         content = os.pread(self._file.fileno(), len(view), self._begin + self._place)
         view[: len(content)] = content

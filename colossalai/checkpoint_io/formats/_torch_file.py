@@ -51,8 +51,8 @@ def write_torch_stream(
         path: The file.
         content: Nested plain values; in the place of a tensor that is streamed are its metadata.
         tensors: The metadata of those.
-        blocks_of: Gives the bytes of each, asked for in the order of `tensors`.
-        held_locally: Gives the tensor that metadata stand for where it has to be pickled (a sparse one).
+        blocks_of: Returns the bytes of each tensor, called in the order of `tensors`.
+        held_locally: Returns the tensor of metadata if it has to be pickled (a sparse one).
 
     Raises:
         OSError: The file cannot be written.
@@ -80,7 +80,7 @@ class _Pickler(pickle.Pickler):
     """Pickles tensors by shape and key, and remembers the keys.
 
     Args:
-        file: Where to.
+        file: The destination.
         held_locally: See `write_torch_stream`.
     """
 
@@ -97,7 +97,7 @@ class _Pickler(pickle.Pickler):
         return self._keys.get(id(tensor))
 
     def persistent_id(self, value: Any) -> Any:
-        """Return what stands for a record."""
+        """Return the reference of a record."""
         return ("storage", value.kind, value.key, "cpu", value.numel) if isinstance(value, _Values) else None
 
     def reducer_override(self, value: Any) -> Any:
@@ -135,7 +135,7 @@ def _write_record(archive: zipfile.ZipFile, name: str, blocks: Iterable[Any], *,
     info = zipfile.ZipInfo(f"{_FOLDER}/{name}")
     info.file_size = size
     is_large = size * 1.05 > zipfile.ZIP64_LIMIT  # as zipfile itself decides
-    # Values begin at a multiple of 64: they are mapped into memory where they lie.
+    # Values begin at a multiple of 64, since they are mapped into memory.
     before = archive.start_dir + _HEADER + len(info.filename) + 4 + (_ZIP64_FIELD if is_large else 0)
     filler = -before % _ALIGNMENT
     info.extra = struct.pack("<HH", _FILLER, filler) + bytes(filler)

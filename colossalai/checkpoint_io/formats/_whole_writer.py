@@ -1,7 +1,7 @@
 """Writer of whole tensors: a single file, or shards with the index of Hugging Face.
 
-Every rank takes part: tensors travel to the writer block by block and go to disk as they come. So neither a
-shard nor a tensor is ever whole in memory, beside what the ranks hold anyway.
+Every rank takes part: tensors are sent to the writer block by block and written on arrival. So neither a
+shard nor a tensor is ever whole in additional memory.
 """
 
 import json
@@ -45,11 +45,11 @@ State = FlatStateDict[TensorMetadata]
 class ByteStream:
     """The bytes of several tensors, one after the other.
 
-    Where they come from other ranks, these send them whatever happens here: so the stream is taken to its
-    end, by `drain` if not by use.
+    Other ranks send their blocks in any case: so the stream is always received to its end, by `drain` if not
+    by use.
 
     Args:
-        tensors: The tensors, in the order in which they are asked for.
+        tensors: The tensors, in the order of their use.
         size: The most bytes of a block.
     """
 
@@ -66,7 +66,7 @@ class ByteStream:
         assert left == 0, "a block belongs to one tensor"
 
     def drain(self) -> None:
-        """Take what has not been asked for, and forget it."""
+        """Receive the remaining blocks, and drop them."""
         for _ in self._blocks:
             pass
 
@@ -80,11 +80,11 @@ def _blocks(tensor: TensorMetadata, size: int) -> Iterator[torch.Tensor]:
 
 
 def gathered_blocks(tensor: ShardedTensor, *, size: int) -> Iterator[torch.Tensor]:
-    """Yield the blocks of a tensor on the writer; every other rank sends what the writer does not hold.
+    """Yield the blocks of a tensor on the writer; every other rank sends the boxes that the writer lacks.
 
-    Point to point, and only what is missing: every rank takes the blocks of the same tensors in the same
-    order, all of them, so a send and its receive meet; on other ranks than the writer there are no blocks to
-    be seen. In memory are a block, and what was received of it.
+    Messages are point to point, for missing boxes only: every rank iterates over all blocks of the same
+    tensors in the same order, so sends and receives match; ranks other than the writer get no blocks. The
+    memory is a block, and its received parts.
 
     Args:
         tensor: The tensor.
@@ -100,10 +100,10 @@ def gathered_blocks(tensor: ShardedTensor, *, size: int) -> Iterator[torch.Tenso
 
 
 def refuse_what_cannot_be_gathered(state: State, *, only_dense: bool) -> None:
-    """Find what would fail on one rank while others wait for it; no communication.
+    """Refuse states that would fail on one rank while others wait for it; no communication.
 
     Args:
-        state: What is to be written.
+        state: The state to write.
         only_dense: Whether the format has no place for sparse tensors at all.
 
     Raises:
@@ -187,10 +187,10 @@ def save_whole(
     Args:
         path: A file, or a folder if `layout.shard`; a file name that ends with ".safetensors" chooses that
             format.
-        state: What to write: tensors that the ranks hold, or tensors in another checkpoint.
-        kind: What it is.
-        layout: How to lay it out.
-        texts: Text files to put beside the shards, by name.
+        state: The state to write: tensors of the ranks, or tensors in another checkpoint.
+        kind: Its kind.
+        layout: Its layout in files.
+        texts: Text files to write with the shards, by name.
 
     Raises:
         ValueError: `layout` names a variant without shards or too small a buffer, or the format cannot hold a

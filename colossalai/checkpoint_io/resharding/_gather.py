@@ -1,12 +1,12 @@
-"""Whole tensors in the memory of every rank, out of those that ranks hold in parts, one after the other.
+"""Whole tensors in the memory of every rank, gathered from the shards of ranks one after the other.
 
-What ranks hold is described as for a checkpoint: boxes, whatever has cut the tensors. Each box is broadcast
-by one rank that holds it, to those that lack it.
+Shards are described as for a checkpoint: boxes, for any kind of sharding. Each box is broadcast by one rank
+that holds it, to those that lack it.
 
-[Note: whom a box is sent to]
-Replicas of a model that is cut over tensor ranks or stages each hold all of it: a box that a rank lacks is
-next door, and no replica needs to hear of it from another one. Where replicas share one copy (FSDP, ZeRO 3),
-boxes travel over all ranks. All ranks know who holds what, hence choose alike.
+[Note: receivers of a box]
+Each replica of a model that is cut over tensor ranks or stages holds all of it: a missing box is broadcast
+within the replica. If replicas share one copy (FSDP, ZeRO 3), boxes are broadcast over all ranks. All ranks
+have the descriptions of all, hence choose alike.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -29,13 +29,13 @@ def gathered(
 ) -> Iterator[torch.Tensor]:
     """Yield tensors whole, in their order; collective.
 
-    Every rank takes all of them: for each box that some rank lacks there is a broadcast, when its tensor is
-    asked for. So a rank receives each byte that it lacks once, and none that it has.
+    Every rank iterates over all of them: for each box that some rank lacks there is a broadcast, when its
+    tensor is yielded. So a rank receives each missing byte once, and none that it has.
 
     Args:
-        tensors: The tensors by name; all ranks know of each box who has it.
+        tensors: The tensors by name, with the owners of all boxes.
         mesh: The ranks.
-        device: Where whole tensors are made.
+        device: Device of the whole tensors.
         into: Memory for some of them, by name, which is used where shape and dtype are the same.
 
     Raises:
@@ -49,7 +49,7 @@ def gathered(
         for ranks in mesh.all_ranks(mesh.replica_axes)
         for tensor in tensors.values()
     )
-    # See [Note: whom a box is sent to].
+    # See [Note: receivers of a box].
     axes = mesh.replica_axes if is_next_door else tuple(mesh.axes)
     for name, tensor in tensors.items():
         yield _whole(tensor, mesh.axis(axes), device, into.get(name))

@@ -1,12 +1,12 @@
-"""Local shards: which boxes of a global tensor this rank holds, as views of its memory.
+"""Local shards: this rank's boxes of a global tensor, as views of its memory.
 
 A rank holds a plain tensor whole, a slice that carries its `ShardingSpec`, a `DTensor`, a `DTensor` of such a
-slice, or a flat range of any of the first two: of its values, or of its states alone. Here, and nowhere else
-in this package, is it asked which.
-Boxes are in torch's order of dimensions, whatever the order in which a layer stores them.
+slice, or a flat range of any of the first two: of its values, or of its states alone. Only this file of
+the package distinguishes these cases.
+Boxes are in torch's order of dimensions, also if a layer stores them in another one.
 
-Every function takes all tensors of a model or an optimizer at once: first what cuts each of them is asked
-for, then the boxes are made, then, in loading, the values are read into them.
+Every function takes all tensors of a model or an optimizer at once: first the cuts of all are read, then the
+boxes are made, then, in loading, the values are read into them.
 """
 
 import itertools
@@ -112,9 +112,9 @@ def whole_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 
 
 def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
-    """Overwrite what this rank holds of tensors with stored values; no communication.
+    """Overwrite this rank's parts of tensors with stored values; no communication.
 
-    Afterwards, also where it failed, all ranks call `note_filled`.
+    Afterwards, also after a failure, all ranks call `note_filled`.
     """
     specs = [spec_of(tensor) for tensor, _ in targets]
     held = _held([tensor for tensor, _ in targets])
@@ -123,10 +123,10 @@ def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
 
 
 def refuse_unreadable(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise what `fill` would raise before it overwrites anything.
+    """Raise the errors of `fill` before it overwrites anything.
 
     Raises:
-        RuntimeError: The ranks have yet to exchange what was written into one of `tensors`.
+        RuntimeError: The ranks have yet to exchange a write to one of `tensors`.
     """
     for tensor in tensors:
         flat_values(tensor)
@@ -151,8 +151,7 @@ def new_states(
 ) -> list[torch.Tensor]:
     """Return this rank's parts of stored states, each cut and placed as its parameter is.
 
-    A state of another shape than the parameter's is one that the ranks which share the parameter all hold
-    whole.
+    A state of another shape than the parameter's is held whole by all ranks that share the parameter.
 
     Args:
         wanted: The states, each with its parameter.
@@ -179,7 +178,7 @@ def new_states(
             # No source rank: every rank reads the values itself, and none sends them.
             state = distribute_tensor(stored.whole(), param.device_mesh, everywhere, src_data_rank=None)
         else:
-            # A number stays a plain tensor beside a DTensor, as torch's optimizers keep them.
+            # A number remains a plain tensor next to DTensors, as in torch's optimizers.
             state = stored.whole().to(param.device)
         states.append(state)
     _read(shards, sources)
@@ -209,12 +208,12 @@ def _read(targets: Sequence[ShardedTensor], sources: Sequence[StoredTensor]) -> 
 def _sharded(
     tensor: torch.Tensor, spec: ShardingSpec | None, part: FlatRange | None, *, may_differ: bool = False
 ) -> ShardedTensor:
-    """Return what this rank holds, of which whole.
+    """Return this rank's shards, with the metadata of the whole.
 
     Args:
-        tensor: What is in its memory.
-        spec: How mesh axes have cut the whole; a DTensor or a flat range is of what they have left.
-        part: The flat range that `tensor` is, None if it is none.
+        tensor: The tensor in its memory.
+        spec: The cut of the whole by mesh axes; a DTensor or a flat range is a part of the slice.
+        part: The flat range of `tensor`, None without one.
         may_differ: See `ShardedTensor`.
     """
     from torch.distributed.tensor import DTensor
@@ -243,7 +242,7 @@ def _sharded(
 
 
 def _in_whole(shards: Mapping[Box, torch.Tensor], spec: ShardingSpec) -> Iterator[tuple[Box, torch.Tensor]]:
-    """Yield shards of a slice as shards of the whole, in torch's order, without what is padding."""
+    """Yield shards of a slice as shards of the whole, in torch's order, without padding."""
     limits = whole_box(spec.whole_shape)
     for (held, tensor), region in itertools.product(shards.items(), spec.regions()):
         own = Box(

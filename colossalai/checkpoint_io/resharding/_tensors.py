@@ -45,8 +45,8 @@ class ShardedTensor(TensorMetadata):
         shards: What this rank holds of it: views of its memory, each in the shape of its box.
         may_differ: Whether ranks that hold the same box may have other values there (buffers: the statistics
             of a batch norm). Then those of the first one are saved.
-        ranks_of: For each box, the ranks that hold it with the values that are to be saved; empty until the
-            ranks have told each other.
+        ranks_of: For each box, the ranks that hold it with the values to save; empty until the ranks have
+            exchanged their descriptions.
     """
 
     shards: Mapping[Box, torch.Tensor]
@@ -79,7 +79,7 @@ class StoredShard(ABC):
 
         Args:
             box: The part, counted from the beginning of the shard.
-            out: Where it goes: a tensor of the part's shape, whatever its dtype and strides.
+            out: The destination: a tensor of the part's shape, with any dtype and strides.
 
         Raises:
             OSError: The file cannot be read.
@@ -105,7 +105,7 @@ class StoredTensor(TensorMetadata):
     shards: tuple[StoredShard, ...]
 
     def read(self, box: Box, out: torch.Tensor) -> None:
-        """Copy a box of it into a tensor of the box's shape, whatever its dtype and strides.
+        """Copy a box of it into a tensor of the box's shape, with any dtype and strides.
 
         Raises:
             OSError: A file cannot be read.
@@ -148,12 +148,12 @@ class StoredTensor(TensorMetadata):
         return self.shape == other.shape and torch.equal(self.whole(), other.whole())
 
     def view(self) -> torch.Tensor | None:
-        """Return all of it where it lies in memory, or is mapped into it; None where it has to be read."""
+        """Return all of it as a view of memory or of a mapped file; None if it has to be read."""
         return self.shards[0].view() if len(self.shards) == 1 else None
 
 
 def read_boxes(reads: Iterable[tuple[StoredTensor, Box, torch.Tensor]]) -> None:
-    """Copy boxes of stored tensors into tensors of their shapes, whatever their dtypes and strides.
+    """Copy boxes of stored tensors into tensors of their shapes, with any dtypes and strides.
 
     First the ranges of all of them are found, then each file is opened once and read from its beginning on.
 

@@ -1,8 +1,8 @@
 """State tree: nested plain values with tensors, as a JSON tree and a flat dictionary of the tensors.
 
 Optimizer states, scheduler states and the like are such values. The two halves fit every file format: JSON
-text goes into a safetensors header or an index file, a flat dictionary of tensors into shards. Values come
-back as they were, bit for bit. What is not plain is refused by name, so everything that was saved can be
+text goes into a safetensors header or an index file, a flat dictionary of tensors into shards. Values are
+restored bit for bit. Values that are not plain are refused by name, so everything that was saved can be
 loaded with `weights_only=True`.
 
     scalar (None, bool, int, float, str)   itself
@@ -23,7 +23,7 @@ from colossalai.checkpoint_io.storage import Json
 
 T = TypeVar("T")
 TensorLike: TypeAlias = torch.Tensor | TensorMetadata
-# A subclass (an enum, say) could not be loaded again: it is stored as its base.
+# A subclass (for example an enum) could not be loaded again: it is stored as its base.
 _SCALARS: dict[type, Callable[..., Json]] = {bool: bool, int: int, float: float, str: str.__str__}
 
 
@@ -31,7 +31,7 @@ def pack(value: object, *, at: str = "") -> tuple[Json, dict[str, TensorLike]]:
     """Take a nested value apart.
 
     Args:
-        value: Scalars, lists, tuples, dicts and tensors (or what stands for one), nested at will. Numpy's
+        value: Scalars, lists, tuples, dicts and tensors (or metadata of one), nested at will. Numpy's
             scalars become Python's.
         at: A name for the whole; tensors are named after their place below it.
 
@@ -39,14 +39,14 @@ def pack(value: object, *, at: str = "") -> tuple[Json, dict[str, TensorLike]]:
         The tree, which `json` can write, and the tensors (the same objects) by name.
 
     Raises:
-        ValueError: `value` holds an object of another type; the message says where.
+        ValueError: `value` holds an object of another type; the message has its place.
     """
     tensors: dict[str, TensorLike] = {}
     return _pack(value, at, tensors), tensors
 
 
 def unpack(tree: Json, tensors: Mapping[str, object]) -> object:
-    """Put together what `pack` took apart.
+    """Restore a value that `pack` took apart.
 
     Raises:
         ValueError: A tensor is missing, or `tree` is not one of ours.
@@ -61,7 +61,7 @@ def with_tensors_named(tree: Json, names: Mapping[str, str]) -> Json:
     """Return a tree in which tensors have other names.
 
     Args:
-        tree: What `pack` returned.
+        tree: The tree of `pack`.
         names: The new names by the present ones; tensors without an entry keep theirs.
     """
     if isinstance(tree, list):
@@ -78,7 +78,7 @@ def plain(value: T, *, at: str) -> T:
     """Return a nested value with nothing in it that `torch.load(weights_only=True)` would refuse.
 
     Raises:
-        ValueError: `value` holds an object that has no such form; the message says where.
+        ValueError: `value` holds an object without such a form; the message has its place.
     """
     copy: Any = unpack(*pack(value, at=at))
     found: T = copy
@@ -86,7 +86,7 @@ def plain(value: T, *, at: str) -> T:
 
 
 def with_own_memory(value: T) -> T:
-    """Return a nested value whose tensors are copies: no longer views of a file, say."""
+    """Return a nested value whose tensors are copies: for example no longer views of a file."""
     tree, tensors = pack(value)
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():

@@ -1,17 +1,18 @@
-"""Asynchronous save: in a thread, while training goes on.
+"""Asynchronous save: in a thread, while training continues.
 
 [Note: no collectives in the background]
 The thread writes while the main thread communicates over the same process groups, where the order of
 collectives must be the same on all ranks. So the threads of the ranks agree over the job's key-value store,
-under keys of their own. A rank that does not come to a round, since it is gone or its file server is, is one
-that the watchdog sees others wait for; without a watchdog the deadline of the others ends that.
+under keys of their own. If a rank does not arrive at a round, since it or its file server is gone, the
+watchdog reports the wait of the others; without a watchdog their deadline ends it.
 
 [Note: the step at which an error is raised]
 An error must be raised at the same step on all ranks: a rank that raised a step earlier would leave the
-others waiting in a collective. The main threads count the times that they pass by, and are not at the same
-count when the threads learn of the error. So the threads propose the count after the highest that any has
-reached. A main thread that gets there waits until all threads have said whether theirs is not past it. If one
-is, they propose again, twice as far ahead: steps may be shorter than it takes the threads to agree.
+others waiting in a collective. The main threads count their checks, and their counts differ when the
+threads get the error. So the threads propose the count after the highest of all. A main thread that reaches
+it waits until all threads have reported whether their main thread is past it. If one is, they propose again,
+twice
+as far ahead: steps can be shorter than the agreement of the threads.
 """
 
 import atexit
@@ -50,9 +51,9 @@ class BackgroundSave:
     """A save in a thread.
 
     Args:
-        write: Writes, and agrees with the other ranks by what it is given.
-        number: Counts the saves of a job; the same on all ranks.
-        name: What is saved.
+        write: Writes, with an `Agreement` as its argument.
+        number: Number of the save in the job; the same on all ranks.
+        name: Name of the saved object.
     """
 
     def __init__(self, write: Callable[[Agreement], object], *, number: int, name: str) -> None:
@@ -77,7 +78,7 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def pass_by(self) -> None:
-        """Raise what went wrong, if that is known; at the same call on all ranks."""
+        """Raise the error of the save, if there is one; at the same call on all ranks."""
         if self._raising.reached():
             self.wait()
 
@@ -86,7 +87,7 @@ class BackgroundSave:
         self._at_end.set()
 
     def wait(self) -> None:
-        """Wait for the end, and raise what went wrong; it is raised once."""
+        """Wait for the end, and raise the error of the save, once."""
         self._thread.join()
         error, self.error = self.error, None
         if error is not None:
@@ -174,7 +175,7 @@ class _StoreExchange:
     Args:
         number: Counts the saves of a job.
         at_end: Set when this process is about to leave the job.
-        name: What is saved.
+        name: Name of the saved object.
     """
 
     def __init__(self, number: int, at_end: threading.Event, name: str) -> None:
@@ -196,7 +197,7 @@ class _StoreExchange:
         """
         keys = [self._key(self._round, rank) for rank in range(self._num_ranks)]
         own = self._rank
-        # Told before it is waited for: so no rank waits for one that waits for it.
+        # Each rank writes before it waits, so no two ranks wait for each other.
         self._store.set(keys[own], data)  # type: ignore[arg-type]
         begin = time.monotonic()
         step = self._number * _MOST_ROUNDS + self._round + 1
@@ -206,7 +207,7 @@ class _StoreExchange:
                     self._refuse_to_wait_longer(rank, since=begin)
                     time.sleep(_POLL_S)
         found = [bytes(self._store.get(key)) for key in keys]
-        if self._round > 0:  # whoever has written in this round has read the one before
+        if self._round > 0:  # a rank that has written in this round has read the one before
             self._store.delete_key(self._key(self._round - 1, own))
         self._round += 1
         return found
@@ -214,7 +215,7 @@ class _StoreExchange:
     def close(self) -> None:
         """Let rank 0, whose process may hold the store, go last, so that all get their last values.
 
-        What was to be agreed has been: a store that is gone by now is no error.
+        The agreement is complete: a store that is gone by now is not an error.
         """
         left = f"{self._prefix}/left"
         with contextlib.suppress(RuntimeError):
@@ -226,7 +227,7 @@ class _StoreExchange:
             if self._rank == 0 and count < self._num_ranks:  # it waits no longer, and the last one tidies up
                 count = self._store.add(left, _GONE_AHEAD)
             if count == self._num_ranks + (_GONE_AHEAD if self._rank else 0):
-                # Nobody asks for the count any more: to ask would begin it anew.
+                # The count is not read any more: reading would create it again.
                 for key in (left, *(self._key(self._round - 1, rank) for rank in range(self._num_ranks))):
                     self._store.delete_key(key)
 
@@ -261,8 +262,8 @@ class HostCopies:
         """Return a contiguous copy, in memory that is this object's and is used again by the next save.
 
         Args:
-            tensor: What to copy, on any device.
-            key: What it is, the same from save to save.
+            tensor: The tensor, on any device.
+            key: Its identity, the same in each save.
         """
         copy = self._kept.pop(key, None)
         if copy is None or copy.shape != tensor.shape or copy.dtype != tensor.dtype:
@@ -326,9 +327,9 @@ def start_save(write: Callable[[Agreement], object], *, name: str, watch: Optimi
     """Start to save in the background; every rank does so at the same place.
 
     Args:
-        write: Writes, and agrees with the other ranks by what it is given.
-        name: What is saved.
-        watch: An optimizer whose steps raise what went wrong.
+        write: Writes, with an `Agreement` as its argument.
+        name: Name of the saved object.
+        watch: An optimizer whose steps raise an error of the save.
     """
     assert _pending.save is None, "a save waits for the one before"
     _pending.save = BackgroundSave(write, number=next(_pending.numbers), name=name)
@@ -338,7 +339,7 @@ def start_save(write: Callable[[Agreement], object], *, name: str, watch: Optimi
 
 
 def check_saves() -> None:
-    """Raise what went wrong in the background, if a save has ended so; else go on.
+    """Raise the error of a background save that has failed, if any.
 
     Every rank calls it at the same places; an error is raised at the same one on all of them.
     """
@@ -355,7 +356,7 @@ def check_saves() -> None:
 
 
 def wait_for_saves() -> None:
-    """Wait until what is saved in the background is on disk, and raise what went wrong."""
+    """Wait until background saves are on disk, and raise their error."""
     save = _pending.save
     if save is None:
         return
@@ -377,7 +378,7 @@ def _finish_saves() -> None:
 
 @atexit.register
 def _tell_at_exit() -> None:
-    """Tell what went wrong after the last step; Python has waited for the thread by now."""
+    """Log an error that occurred after the last step; Python has waited for the thread by now."""
     try:
         wait_for_saves()
     except Exception as error:

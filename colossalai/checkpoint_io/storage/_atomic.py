@@ -1,9 +1,10 @@
 """Atomic files and folders: replaced as a whole or not at all.
 
-New content is written beside its place, in the same directory, synced to disk and then renamed into place.
-Whoever opens the path, at any moment and after any crash, finds the old content or the new one, complete.
+New content is written under a temporary name in the same directory, synced to disk and then renamed into
+place. A reader of the path, at any moment and after any crash, finds the old content or the new one,
+complete.
 
-What a killed writer left beside the path is removed by the next writer of the same path.
+Leftovers of a killed writer are removed by the next writer of the same path.
 """
 
 import ctypes
@@ -38,7 +39,7 @@ def atomic_file(path: str | Path, *, num_bytes: int = 0) -> Iterator[Path]:
 
     Args:
         path: The file. Missing parent folders are made.
-        num_bytes: About how much will be written, to refuse before a disk is full and to say so in an error.
+        num_bytes: Approximate size, to refuse before a disk is full, and for the error.
 
     Raises:
         ValueError: `path` is a folder, a device, a FIFO, a socket or a loop of links.
@@ -66,13 +67,13 @@ def atomic_folder(
 ) -> Iterator[Path]:
     """Give an empty folder to write to; it takes the place of `path` when the block ends without an error.
 
-    An existing folder and the new one exchange their names in one step, where the file system can do that.
-    Where it cannot, there is an instant without a folder called `path`; a crash in it leaves the old one
-    beside, and the next `atomic_folder` puts it back.
+    An existing folder and the new one exchange their names in one step, if the file system supports it.
+    Otherwise there is an instant without a folder at `path`; a crash in it leaves the old one under another
+    name, and the next `atomic_folder` restores it.
 
     Args:
         path: The folder. Missing parent folders are made.
-        num_bytes: About how much will be written, to refuse before a disk is full and to say so in an error.
+        num_bytes: Approximate size, to refuse before a disk is full, and for the error.
         keep: Whether an entry of the existing folder, by name, is carried over to the new one.
 
     Raises:
@@ -99,7 +100,7 @@ def atomic_folder(
             _put_in_place(temporary, path)
             sync(path.parent)  # the name itself
         finally:
-            shutil.rmtree(temporary, ignore_errors=True)  # what stays is removed by the next writer
+            shutil.rmtree(temporary, ignore_errors=True)  # leftovers are removed by the next writer
 
 
 def sync(*paths: Path) -> None:
@@ -154,7 +155,7 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def _put_back(path: Path) -> None:
-    """Undo the first of two renames if the writer was killed between them; remove what it had moved aside."""
+    """Undo the first of two renames of a killed writer, or remove the folder that it moved aside."""
     for aside in filter(Path.is_dir, _beside(path, "old")):
         if path.exists():
             shutil.rmtree(aside)
@@ -198,7 +199,7 @@ def _link(source: str | Path, target: str | Path) -> None:
 
 @contextmanager
 def clear_os_errors(path: Path, num_bytes: int) -> Iterator[None]:
-    """Let an OSError say what was to be written, how large it is, and how much room there is."""
+    """Add path, size and free room to an OSError."""
     begin = f"cannot write {path}: "
     try:
         yield
@@ -244,14 +245,13 @@ class Write(Protocol):
 def staged(
     open_target: Callable[..., AbstractContextManager[Path]], path: str | Path, *, num_bytes: int = 0
 ) -> Iterator[Write]:
-    """Open something to write to on the writer, and close it there at the end.
+    """Open a target on the writer, and close it there at the end.
 
-    The body runs on every rank. It may use collectives, and hands what is to be written to the `write` it is
-    given.
+    The body runs on every rank. It can use collectives, and passes writes to the yielded `write`.
 
     Args:
         open_target: `atomic_file` or `atomic_folder`.
-        path: What to give to it.
+        path: Its argument.
         num_bytes: About how much will be written.
     """
     path = resolved(Path(path))
@@ -264,7 +264,7 @@ def staged(
         ) -> None:
             def act() -> None:
                 assert target is not None, "only the writer has a path"
-                # Here, and not only in open_target: it is this error that the other ranks are told.
+                # Here, and not only in open_target: this error is sent to the other ranks.
                 with clear_os_errors(path, num_bytes):
                     action(target)
 
@@ -272,7 +272,7 @@ def staged(
 
         yield write
         # The rename: the other ranks leave when the writer has done it. After an error in the block it does
-        # not come to this: the stack removes what was written.
+        # not get here: the stack removes the new content.
         on_writer(stack.close)
 
 
@@ -291,7 +291,7 @@ def write_shared_folder(
     Args:
         path: The folder, on a file system that all ranks see.
         num_bytes: About how much all ranks will write.
-        agreement: How the ranks agree; three exchanges.
+        agreement: Exchange of the ranks; three exchanges.
         write: Writes this rank's files into the folder; returns a plain value.
         finish: Writes on the writer, when all ranks have written, the files that no single rank has; takes
             the values of all ranks.
@@ -315,7 +315,7 @@ def write_shared_folder(
         )
 
         def write_here() -> T:
-            # Here, and not only in atomic_folder: it is this error that the other ranks are told.
+            # Here, and not only in atomic_folder: this error is sent to the other ranks.
             with clear_os_errors(path, num_bytes):
                 if not target.is_dir():
                     raise OSError(

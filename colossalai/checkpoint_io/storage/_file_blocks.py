@@ -1,12 +1,12 @@
-"""Blocks of files: how large they are, how they are read, and a checksum at the speed of memory.
+"""Blocks of files: their size, their reading, and a checksum at the speed of memory.
 
-A file is written and read in blocks, so that no more than a few are in memory beside what the ranks hold
-anyway; how large they are follows from the buffer size that the caller gives.
+A file is written and read in blocks, so that only a few are in additional memory; their size follows from the
+caller's buffer size.
 
 For the checksum a file is taken as sectors of 4096 bytes, a sector as numbers of 64 bits, whose sum modulo
 2**64 is taken; the checksum is the CRC-32 of these sums, 8 bytes for each 4096. A changed bit changes the sum
 of its sector, and so do damaged words, but for one in 2**64; sectors that are lost, repeated or exchanged
-change the CRC. Words that are exchanged within a sector go unseen, which is no way in which storage fails.
+change the CRC. Words that are exchanged within a sector are not detected; storage does not fail in this way.
 CRC-32 of the bytes themselves took half the time of loading (docs/design/checkpoint_formats.md).
 """
 
@@ -24,8 +24,8 @@ import torch
 
 DEFAULT_BUFFER_MB = 512.0
 _MB = 1024 * 1024
-# One that is assembled, what was received of it, a copy that makes it contiguous; and what the communication
-# and the allocator keep of the ones before.
+# A block being assembled, its received parts, a contiguous copy; and memory that the communication and the
+# allocator keep of earlier blocks.
 _BLOCKS_IN_BUFFER = 8
 _MOST = 32 * _MB  # larger blocks are not written faster
 _MOST_READ = 8 * _MB  # nor are larger ones than this read faster
@@ -60,7 +60,7 @@ def read_block_size(buffer_size: float) -> int:
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """Return the memory of a contiguous tensor as numbers of 8 bits."""
-    # Not view(-1): that of a single element keeps its stride, by which it is no row of bytes.
+    # Not view(-1): a single element keeps its stride there, and cannot be viewed as bytes.
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)
 
 
@@ -85,7 +85,7 @@ def aligned_blocks(tensor: torch.Tensor, begin: int, *, most: int) -> Iterator[m
 
 
 class Checksum:
-    """The checksum of bytes that come in blocks, whatever their sizes."""
+    """Checksum of bytes in blocks of any sizes."""
 
     def __init__(self) -> None:
         self._crc = 0
@@ -135,12 +135,12 @@ _POPULATE_READ = 22  # MADV_POPULATE_READ, of Linux 5.14, for which Python has n
 
 
 def file_blocks(path: Path, begin: int, end: int, *, most: int) -> Iterator[memoryview]:
-    """Yield the bytes of a file from `begin` to `end`; a block can be used until the next one is asked for.
+    """Yield the bytes of a file from `begin` to `end`; a block is valid until the next one is requested.
 
     Args:
         path: The file.
-        begin: Where the first block begins.
-        end: Where the last one ends.
+        begin: Offset of the first block.
+        end: End of the last one.
         most: The most bytes of a block.
 
     Raises:
@@ -169,7 +169,7 @@ def read_into(path: Path, ranges: Iterable[tuple[int, torch.Tensor]], *, most: i
             is_odd = (begin | len(rest) | most | rest.data_ptr()) % _WORD
             unit = torch.uint8 if is_odd else torch.int64
             for block in _blocks(file, path, begin, begin + len(rest), most):
-                # The source gets no name: its memory is unmapped when the next block is asked for.
+                # The source gets no name: its memory is unmapped when the next block is requested.
                 rest[: len(block)].view(unit).copy_(torch.frombuffer(block, dtype=unit))
                 rest = rest[len(block) :]
 
@@ -198,9 +198,9 @@ def _mapped(file: BinaryIO, begin: int, end: int) -> mmap.mmap | None:
     except (OSError, ValueError):  # the file system maps nothing, or the file has been cut
         return None
     try:
-        # The pages come in here: one that the disk cannot give is an error, and no signal that kills.
+        # Loads the pages: an unreadable page is an error here instead of a fatal signal.
         view.madvise(_POPULATE_READ)
-    except OSError:  # reading tells why
+    except OSError:  # reading gives the reason
         view.close()
         return None
     return view

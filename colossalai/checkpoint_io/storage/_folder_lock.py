@@ -1,9 +1,9 @@
 """Lock of a folder of training states: two jobs that save into one would remove each other's states.
 
-A job takes it with its first save and keeps it to its end; outside of a job it is held while something is
-saved. It is a lock of the operating system on a file, which goes with the process, however that ends, and
-which network file systems pass on to other machines. What is in the file is for people to read, and for file
-systems without locks: there a living process of this machine counts.
+A job takes it with its first save and keeps it to its end; outside of a job it is held during a
+save. It is a lock of the operating system on a file, which ends with the process in any case, and which
+network file systems share with other machines. The file's content is for people, and for file systems without
+locks: there a running process of this machine counts.
 """
 
 import atexit
@@ -38,7 +38,7 @@ class FolderLocks:
     def take(self, folder: Path) -> None:
         """Take the lock of a folder, which is made if it is not there; it may be held already.
 
-        Where nothing can be written there is nothing to lock: the writer will say why.
+        A folder that cannot be written is not locked: the writer raises the reason.
 
         Raises:
             ValueError: Another process, which is named, holds the lock, its file is not a regular one, or
@@ -87,7 +87,7 @@ def _locked(path: Path) -> int:
             if not stat.S_ISREG(os.fstat(file).st_mode):
                 raise ValueError(_NOT_OURS.format(path))
             _lock(file, path)
-            if _is_in_place(file, path):  # else whoever had it has removed it just now
+            if _is_in_place(file, path):  # otherwise its owner has just removed it
                 with suppress(OSError):  # the disk is full: it is a lock all the same
                     os.ftruncate(file, 0)
                     os.pwrite(file, json.dumps(_this_process()).encode(), 0)
@@ -131,7 +131,7 @@ def _this_process() -> dict[str, Any]:
 
 
 def _holder(file: int) -> dict[str, Any]:
-    """Return what stands in the file; the holder may be just about to write it."""
+    """Return the content of the file; the owner can be about to write it."""
     unknown = dict.fromkeys(("host", "pid", "since"), "(unknown)")
     try:
         content = json.loads(os.pread(file, _MOST_READ, 0))
@@ -148,6 +148,6 @@ def _is_alive_here(holder: dict[str, Any]) -> bool:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # it is somebody else's
+    except PermissionError:  # a process of another user
         return True
     return True

@@ -1,7 +1,7 @@
 """Manifest of a training state: its file names, and the list of them with sizes and checksums, written last.
 
-A folder is a complete training state if its manifest is intact and every file in it is as the manifest says.
-Nothing else counts: not the folder's name, not its time.
+A folder is a complete training state if its manifest is intact and every file matches it. Nothing else
+counts: not the folder's name, not its time.
 """
 
 import json
@@ -23,7 +23,7 @@ from colossalai.checkpoint_io.storage._untrusted import (
     refuse_strays,
 )
 
-# What lies in a training state; nowhere else are these names spelled.
+# Names of the parts of a training state, defined here only.
 MANIFEST = "manifest.json"
 MODEL_FOLDER, OPTIMIZER_FOLDER, RANDOM_FOLDER = "model", "optimizer", "random"
 INDEX = "tensors.json"  # in each of the first two
@@ -47,7 +47,7 @@ def random_file(rank: int, num_ranks: int) -> str:
 
 @dataclass(frozen=True)
 class FileEntry:
-    """What one file must be."""
+    """Expected size and checksum of a file."""
 
     size: int
     checksum: int
@@ -55,17 +55,16 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a training state consists of.
+    """Content of a training state.
 
     Attributes:
-        serial: Counts the training states that were saved in a folder. The newest has the highest, whatever
-            its step.
+        serial: Number of the save in its folder. The newest state has the highest, independent of its step.
         step: The step it was saved at.
         num_ranks: On how many ranks.
         versions: Of the software that wrote it.
         config: The options of the run, as JSON.
         files: By path within the folder.
-        others: What a newer version has put in beside these; kept, and not looked at.
+        others: Fields of a newer version; kept and ignored.
     """
 
     serial: int
@@ -119,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def file_entries(content: Mapping[str, Mapping[str, int]]) -> dict[str, FileEntry]:
-    """Return what an index or a manifest, of `FORM_OF_FILES`, says that files must be."""
+    """Return the file entries of an index or a manifest, of `FORM_OF_FILES`."""
     return {name: FileEntry(entry["size"], entry["checksum"]) for name, entry in content.items()}
 
 
@@ -143,17 +142,17 @@ def verify_files(
     num_parts: int = 1,
     buffer_size: float = DEFAULT_BUFFER_MB,
 ) -> None:
-    """Compare the files with the manifest; of `num_parts` readers who share the work, each its `part`.
+    """Compare the files with the manifest; `num_parts` readers share the work, this one is `part`.
 
     Args:
-        folder: Where the files are.
+        folder: The folder of the files.
         manifest: The manifest.
         part: Which of the readers this is.
-        num_parts: How many they are.
+        num_parts: Number of readers.
         buffer_size: The memory that may be used, in MB.
 
     Raises:
-        ValueError: A file is missing, differs, or lies outside the folder; it is named.
+        ValueError: A file is missing, differs, or is outside of the folder; it is named.
     """
     refuse_links_out(manifest.files, folder)
     for name in share_of_files(manifest.files, part, num_parts):
@@ -163,7 +162,7 @@ def verify_files(
 def verify_file(
     path: Path, expected: FileEntry, *, listed_in: str, buffer_size: float = DEFAULT_BUFFER_MB
 ) -> None:
-    """Compare a file with what it must be.
+    """Compare a file with its entry.
 
     Raises:
         ValueError: The file is missing, or its size or its checksum differs.
@@ -178,7 +177,7 @@ def verify_file(
 
 
 def share_of_files(files: Mapping[str, FileEntry], part: int, num_parts: int) -> list[str]:
-    """Return the files of one of several readers, who get about the same number of bytes each."""
+    """Return the files of one of several readers, with about the same number of bytes each."""
     loads = [0] * num_parts
     share = []
     for name in sorted(files, key=lambda name: (-files[name].size, name)):

@@ -1,8 +1,8 @@
 """Validation of metadata from a disk, which may be damaged, newer than this version, or hostile.
 
-A reader here gives what it was asked for, or one ValueError with the path. Files are regular ones (to open a
-FIFO would wait for ever), JSON is of a depth that can be walked, and of the form that is expected, down to
-every number; names stay inside the folder that they are relative to.
+A reader here returns valid data, or raises one ValueError with the path. Files are regular ones (opening a
+FIFO would wait for ever), JSON has a bounded depth and the expected form, down to every number; names stay
+inside the folder that they are relative to.
 """
 
 import errno
@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 T = TypeVar("T")
 Json: TypeAlias = "bool | int | float | str | list[Json] | dict[str, Json] | None"
-"""What JSON can hold."""
+"""Values of JSON."""
 Form: TypeAlias = "type | Count | list[Form] | tuple[Form, ...] | dict[str | type, Form]"
 """The form of a value that JSON held; see `refuse_other_form`."""
 
@@ -32,7 +32,7 @@ _KINDS = (
     *((stat.S_ISFIFO, "a FIFO"), (stat.S_ISSOCK, "a socket"), (stat.S_ISDIR, "a folder")),
     *((stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device")),
 )
-# What parsers and readers of damaged content raise.
+# Errors of parsers and readers of damaged content.
 OF_DAMAGE = (
     *(ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError, EOFError),
     *(struct.error, zlib.error, zipfile.BadZipFile, NotImplementedError, RuntimeError),
@@ -41,7 +41,7 @@ OF_DAMAGE = (
 
 @contextmanager
 def damage_named(path: Path) -> Iterator[None]:
-    """Let whatever a reader makes of damaged content be one ValueError with the path."""
+    """Convert errors of a reader of damaged content into one ValueError with the path."""
     try:
         yield
     except OF_DAMAGE as error:
@@ -52,11 +52,11 @@ def damage_named(path: Path) -> Iterator[None]:
 
 
 def refuse_special(path: Path) -> None:
-    """Refuse what is no regular file, before anybody waits for it; a link counts as what it leads to.
+    """Refuse other files than regular ones before they are opened; a link counts as its target.
 
     Raises:
         ValueError: `path` is a FIFO, a socket, a device or a folder.
-        OSError: `path` is not there, or cannot be looked at.
+        OSError: `path` is not there, or cannot be inspected.
     """
     mode = os.stat(path).st_mode
     for is_kind, name in _KINDS:
@@ -77,7 +77,7 @@ def read_json(path: Path) -> object:
 
 
 def read_checked_json(path: Path, key: str, *, version: int, form: Form) -> dict[str, object]:
-    """Return what a file of ours holds under a key, beside the version of its format and a checksum.
+    """Return the value of a key in a file of ours, which also has a format version and a checksum.
 
     Raises:
         ValueError: The file is damaged, of another version, or its content is not of the form.
@@ -96,7 +96,7 @@ def read_checked_json(path: Path, key: str, *, version: int, form: Form) -> dict
 
 
 def json_checksum(content: object) -> int:
-    """Return a checksum of what JSON can hold, the order of keys aside."""
+    """Return a checksum of a JSON value, independent of the order of keys."""
     return zlib.crc32(json.dumps(content, sort_keys=True).encode())
 
 
@@ -119,16 +119,16 @@ class Count:
 
 
 def refuse_other_form(value: object, form: Form, what: str) -> None:
-    """Refuse a value that JSON held and that is not of the form that its reader relies on.
+    """Refuse a JSON value that is not of the form that its reader relies on.
 
     A form is a type; a `Count`; a list of one form, that of all items; a tuple of the forms of its items, as
     many; a dictionary of the fields that there must be (others may come from newer versions); or a dictionary
-    of the type `str`, which has the form of all fields, whatever their names.
+    of the type `str`, which has the form of all fields of any name.
 
     Args:
         value: The value.
-        form: What is expected.
-        what: What to call the value.
+        form: The expected form.
+        what: Name of the value in messages.
 
     Raises:
         ValueError: `value` has another type somewhere, is out of range, or lacks a field.
@@ -155,7 +155,7 @@ def refuse_other_form(value: object, form: Form, what: str) -> None:
 
 
 def of_kind(value: object, kind: type[T], what: str) -> T:
-    """Return a value of a kind; a truth value is no number.
+    """Return a value of a kind; a bool does not count as a number.
 
     Raises:
         ValueError: `value` is of another kind.
@@ -177,11 +177,11 @@ def refuse_strays(names: Iterable[str], path: Path, *, is_flat: bool = True) -> 
 
     Args:
         names: The names.
-        path: What lists them.
+        path: The file that lists them.
         is_flat: Whether they are names in that very folder, not in folders below it.
 
     Raises:
-        ValueError: A name is absolute, goes up, is empty, or lies in another folder.
+        ValueError: A name is absolute, contains "..", is empty, or is in another folder.
     """
     strays = [name for name in names if not _stays_inside(name, is_flat=is_flat)]
     if strays:
@@ -189,7 +189,7 @@ def refuse_strays(names: Iterable[str], path: Path, *, is_flat: bool = True) -> 
 
 
 def refuse_links_out(names: Iterable[str], folder: Path) -> None:
-    """Refuse files of a folder that are, through a link somewhere on their way, outside of it.
+    """Refuse files of a folder that are outside of it through a link in their path.
 
     Raises:
         ValueError: A file of `names` resolves to a path outside of `folder`, or to none.
@@ -202,10 +202,10 @@ def refuse_links_out(names: Iterable[str], folder: Path) -> None:
 
 
 def resolved(path: Path) -> Path:
-    """Return the absolute path of a file or folder, with all links on the way followed.
+    """Return the absolute path of a file or folder, with all links resolved.
 
     Raises:
-        ValueError: A link on the way leads back to itself.
+        ValueError: A link of `path` leads back to itself.
     """
     try:
         os.stat(path)

@@ -31,16 +31,15 @@ Progress = Callable[[int], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What a checkpoint is to become.
+    """Options of a conversion.
 
     Attributes:
         to: One of `TARGETS`: a folder of Hugging Face, a single file, or a training state.
-        dtype: That of the weights, where they are floating point; as they are if None. States of the
-            optimizer stay as they are.
+        dtype: Dtype of floating-point weights; None keeps theirs. States of the optimizer keep theirs.
         size_per_shard: The most a shard of a folder holds, in MB of 1024 * 1024 bytes.
         buffer_size: The most memory that it takes, in MB.
-        step: The step of a training state, if the source does not say.
-        progress: Told the bytes that have been read, again and again.
+        step: The step of a training state, if the source has none.
+        progress: Called repeatedly with the number of read bytes.
     """
 
     to: str
@@ -53,7 +52,7 @@ class Conversion:
 
 @dataclass(frozen=True, eq=False)
 class _Passing(StoredShard):
-    """All of a tensor in a checkpoint on its way to another, perhaps of another dtype."""
+    """A whole tensor of a checkpoint that is being converted, possibly to another dtype."""
 
     box: Box
     source: StoredTensor
@@ -76,10 +75,10 @@ def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversio
     Args:
         opened: The checkpoint.
         target: The file or folder to write.
-        conversion: What it is to become.
+        conversion: The options.
 
     Returns:
-        What the target could not hold, in words.
+        Descriptions of the parts that the target cannot hold.
 
     Raises:
         ValueError: `target` is the source or ends as no such file does, `conversion.to` is unknown, or the

@@ -16,14 +16,14 @@ _BLOCK = 4 << 20  # elements, of which there are some copies
 
 @dataclass(frozen=True)
 class Difference:
-    """What two checkpoints have under a name.
+    """Difference of two checkpoints under a name.
 
     Attributes:
         part: "model" or "optimizer".
         name: The name of the tensor.
         largest: The largest absolute difference; NaN where one has a NaN and the other has not; None if
             there is nothing to compare.
-        note: What is different beside the values, in words: "only in the first", shapes, dtypes.
+        note: Other differences than values: "only in the first", shapes, dtypes.
     """
 
     part: str
@@ -37,7 +37,7 @@ class Difference:
 
 
 def differences(first: Opened, second: Opened) -> Iterator[Difference]:
-    """Yield what two checkpoints have under each name, whether it differs or not."""
+    """Yield the comparison of two checkpoints for each name, whether it differs or not."""
     for part in dict.fromkeys((*first.states, *second.states)):
         states = [opened.states.get(part) for opened in (first, second)]
         ours, theirs = (state.tensors if state is not None else {} for state in states)
@@ -102,7 +102,7 @@ _SHARD = re.compile(rf"(.+)\[({_RANGE}(?:, {_RANGE})*)\]")  # as `shard_name` wr
 
 @dataclass(frozen=True, eq=False)
 class _WholeShard(StoredShard):
-    """A shard that lies in a file as if it were a whole tensor."""
+    """A shard that is stored in a file like a whole tensor."""
 
     box: Box
     stored: StoredTensor
@@ -118,7 +118,7 @@ def merge_states(states: Mapping[str, StoredStateDict]) -> StoredStateDict:
     Shards, which carry their box in their name as the files of our folders have it, become whole tensors.
 
     Args:
-        states: By a text that says where each comes from.
+        states: The states by a description of their origin.
 
     Raises:
         ValueError: Two states hold different values under one name, or shards do not make a whole tensor.
@@ -131,7 +131,7 @@ def merge_states(states: Mapping[str, StoredStateDict]) -> StoredStateDict:
                 raise ValueError(
                     f"{name} is in {homes[name]}, {tuple(merged[name].shape)}, and in {source}, "
                     f"{tuple(tensor.shape)}, with other values. If they are slices of one tensor: such files "
-                    f"do not say how it was cut; merge the checkpoint folder that they belong to"
+                    f"lack the way it was cut; merge the checkpoint folder that they belong to"
                 )
             merged.setdefault(name, tensor)
             homes.setdefault(name, source)

@@ -1,6 +1,6 @@
-"""Opened checkpoint of any form, without a model: what is in it, and where it lies.
+"""Opened checkpoint of any form, without a model: its content and files.
 
-Only metadata are read, and small values; tensors stay where they are (`StoredTensor`). Nothing is compared
+Only metadata are read, and small values; tensors stay in their files (`StoredTensor`). Nothing is compared
 with checksums here.
 """
 
@@ -49,14 +49,14 @@ class Opened:
 
     Attributes:
         path: The file or folder.
-        form: What it is, in words.
-        states: What it holds of "model" and "optimizer".
-        files: The files that its tensors lie in.
-        homes: For each part the file of each tensor, where a tensor lies in one file.
+        form: Description of its form.
+        states: Its "model" and "optimizer".
+        files: The files of its tensors.
+        homes: For each part the file of each tensor, if a tensor is in one file.
         small: Plain values by name: lr_scheduler, extra, ...
         random: The files of random states of a training state, and their content.
-        texts: Small text files beside the weights: config.json, ...
-        manifest: That of a training state.
+        texts: Small text files next to the weights: config.json, ...
+        manifest: The manifest of a training state.
     """
 
     path: Path
@@ -109,7 +109,7 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
     if (path / DCP_INDEX).is_file():
         return _open_dcp(path, allow_pickle=allow_pickle)
     if is_like_a_state(path):
-        raise ValueError(f"{path / MANIFEST} is missing, which tells what a training state consists of")
+        raise ValueError(f"{path / MANIFEST} is missing, the list of files of a training state")
     states = sorted(entry.name for entry in path.iterdir() if (entry / MANIFEST).is_file())
     if states:
         raise ValueError(f"{path} is a folder of training states: give one of {listed(states)}")
@@ -138,7 +138,7 @@ def _open_training_state(path: Path) -> Opened:
 
 
 def _open_shards(folder: Path, *, variant: str | None) -> Opened:
-    """Open a folder of Hugging Face, with the optimizer if it is beside the model."""
+    """Open a folder of Hugging Face, with the optimizer if it is next to the model."""
     found: dict[str, Opened] = {}
     refusals = []
     for part, kind in KINDS.items():
@@ -228,7 +228,7 @@ def _of_file(
 def _open_dcp(folder: Path, *, allow_pickle: bool) -> Opened:
     state, others = read_dcp(folder, allow_pickle=allow_pickle)
     prefix = f"{MODEL.part}."
-    # What torch's own examples save is {"model": ..., "optimizer": ...}: then the weights are below one name.
+    # torch's own examples save {"model": ..., "optimizer": ...}: then the weights are below one name.
     inner = {
         name.removeprefix(prefix): item for name, item in state.tensors.items() if name.startswith(prefix)
     }

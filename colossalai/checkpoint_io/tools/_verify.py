@@ -13,12 +13,12 @@ from colossalai.checkpoint_io.tools._open import KINDS, open_checkpoint
 
 @dataclass(frozen=True)
 class FileCheck:
-    """What was found out about a file.
+    """Result of the check of a file.
 
     Attributes:
         file: The file or folder.
         size: Its bytes; None if it is not there, or a folder.
-        problem: What is wrong with it, None if nothing was found.
+        problem: Its problem, None without one.
         is_checked: Whether there were checksums to compare it with.
     """
 
@@ -29,10 +29,10 @@ class FileCheck:
 
 
 def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterator[FileCheck]:
-    """Compare every file of a checkpoint with its checksums, then see that it opens; yield what was found.
+    """Compare every file of a checkpoint with its checksums, then open it; yield the results.
 
     Raises:
-        ValueError: `path` is no checkpoint, or one that cannot be verified.
+        ValueError: `path` is not a checkpoint, or one that cannot be verified.
         OSError: `path` is not there.
     """
     path = Path(path)
@@ -73,7 +73,7 @@ def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterat
 
 
 def _without_manifest(path: Path, problem: str) -> Iterator[FileCheck]:
-    """Yield what is wrong with a manifest, and how it is with the tensors, which have their own index."""
+    """Yield the problem of a manifest, and the checks of the tensors, which have their own index."""
     yield FileCheck(path / MANIFEST, None, problem, is_checked=True)
     for part in KINDS:
         if (path / part / INDEX).is_file():
