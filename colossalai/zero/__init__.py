@@ -1,6 +1,6 @@
 """ZeRO: optimizer states, gradients, and with Gemini parameters, cut over the data-parallel ranks.
 
-Gemini and the wrappers of models come when they are asked for (see `colossalai.zero.gemini`).
+Gemini and the wrappers of models are imported at their first use (see `colossalai.zero.gemini`).
 """
 
 from functools import partial

@@ -25,7 +25,7 @@ class BucketGrads:
     Args:
         bucket: The layout.
         is_kept: Whether the memory of whole gradients is kept between rounds.
-        keep: Returns a slice as it is to be kept, in another dtype or place; None: in that of the gradients.
+        keep: Converts a slice to its stored dtype and device; None: those of the gradients.
 
     Attributes:
         bucket: As given.
@@ -34,7 +34,7 @@ class BucketGrads:
         is_open: Whether gradients can be written into `views`; if not, `open` comes first.
         seen: Parameters that have had a gradient here since `forget`.
         arrived: Parameters that have had one in this round, which is complete when all have.
-        placeholders: Of each parameter; None until the first mean.
+        placeholders: Placeholder of each parameter; None until the first mean.
         placed: Parameters whose mean is dropped with their placeholder.
         is_lifted: Whether placeholders are taken away for a backward.
         listeners: Called with parameters that have lost their mean, and with those whose mean became zero.
@@ -117,7 +117,7 @@ class BucketGrads:
 
     @torch.no_grad()
     def add_mean(self, finish: Finish, flat: torch.Tensor) -> None:
-        """Add this rank's section of a mean; `flat` is what `fill` has returned, of which it is the mean."""
+        """Add this rank's section of the mean of `flat`, the gradients that `fill` returned."""
         begin, end = self.bucket.bounds[self._rank]
         if self.slice is not None:
             is_exact = flat.dtype.itemsize >= torch.float32.itemsize
@@ -199,7 +199,7 @@ class BucketGrads:
                 self._covered.add(index)
 
     def take_added(self, index: int) -> None:
-        """Let a parameter have what a backward that was not announced has added to its placeholder."""
+        """Move the gradient that an unannounced backward added to a placeholder to its parameter."""
         param, placeholder = self.bucket.params[index], self.placeholders[index]
         assert placeholder is not None
         if param.grad is placeholder and placeholder.added is not None:
@@ -216,7 +216,7 @@ class BucketGrads:
 
     @torch.no_grad()
     def follow_users(self) -> None:
-        """Let the mean follow what users have done to placeholders; see [Note: placeholders of gradients].
+        """Apply the user's changes of placeholders to the mean; see [Note: placeholders of gradients].
 
         Raises:
             ValueError: A hook of the user's has added to a placeholder during a backward.
@@ -261,5 +261,5 @@ class BucketGrads:
         return flat[begin:end]
 
     def _release(self) -> None:
-        """Free the memory of whole gradients; whoever sends it keeps it until it has been sent."""
+        """Free the memory of whole gradients; a send in flight keeps it until it is complete."""
         self._flat, self.views, self.is_open = None, [], False

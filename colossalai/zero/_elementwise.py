@@ -1,7 +1,7 @@
-"""Which optimizers treat each element alone, so that a slice of a parameter is enough for them.
+"""Elementwise optimizers, which can update a slice of a parameter.
 
-An optimizer says so by a class attribute, `elementwise`; for classes of other libraries it is declared here.
-One that nobody has declared gets whole tensors, which is right for every optimizer that updates a parameter
+An optimizer declares it by a class attribute, `elementwise`; classes of other libraries are declared here. An
+undeclared class gets whole tensors, which is right for every optimizer that updates a parameter
 from that parameter's own gradient and state.
 """
 
@@ -25,9 +25,9 @@ _declared: dict[type[Optimizer], bool] = {
 
 
 def declare_elementwise(optimizer_class: type[Optimizer], elementwise: bool = True) -> None:
-    """Say of an optimizer class of another library whether it treats each element alone.
+    """Declare whether an optimizer class of another library is elementwise.
 
-    An own class says it by an attribute: `elementwise = True`.
+    Classes of your own use an attribute: `elementwise = True`.
 
     Args:
         optimizer_class: The class.
@@ -39,7 +39,7 @@ def declare_elementwise(optimizer_class: type[Optimizer], elementwise: bool = Tr
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Return whether slices of parameters are enough for an optimizer.
 
-    What is declared of a class holds for those derived from it that do not bring a `step` of their own.
+    A declaration also applies to derived classes without a `step` of their own.
 
     Raises:
         ValueError: `optimizer` treats all parameters as one vector.
@@ -110,7 +110,7 @@ def _declaring_class(optimizer: Optimizer) -> type[Optimizer] | None:
 
 
 def _step_of(cls: type) -> Callable[..., Any] | None:
-    """Return the `step` that a class brings, without what torch puts around it in every class it builds."""
+    """Return the `step` of a class, without torch's wrapper around it."""
     step: Callable[..., Any] | None = vars(cls).get("step")
     while step is not None and getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]

@@ -1,13 +1,13 @@
-"""The collectives of ZeRO on a bucket: a mean of which each rank gets its section, and the way back.
+"""The collectives of ZeRO on a bucket: a mean of which each rank gets its section, and the gather.
 
 [Note: every section straight to where it is needed]
-For the mean each rank sends every other one that one's section, and adds up what it gets, in float32 or
-better, in the order of the ranks. Back, each rank sends its section to all others. Both send the bytes of
-a ring, (n-1)/n of the bucket, from and into the memory where the sections lie, for sections of any lengths. A
-sum is rounded to a low precision once instead of at every hop, and does not depend on where in a bucket a
-parameter lies. The collectives of gloo copy, and take up to twice as long; see docs/design/zero.md.
-Where ranks share memory its collectives do the same, in the same order, with fewer copies: they take equal
-sections in float32 or better, which need no rounding on the way.
+For the mean each rank sends every other rank that rank's section, and sums the received ones, in float32 or
+better, in the order of the ranks. For the gather, each rank sends its section to all others. Both send the
+bytes of a ring, (n-1)/n of the bucket, from and to the memory of the sections, of any lengths. A sum is
+rounded to a low precision once instead of at every hop, and does not depend on the offset of a parameter in
+its bucket. The collectives of gloo copy, and take up to twice as long; see docs/design/zero.md.
+If ranks share memory its collectives do the same, in the same order, with fewer copies: they take equal
+sections in float32 or better, which need no intermediate rounding.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,16 +28,16 @@ _EXACT = (torch.float32, torch.float64)
 
 
 def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None) -> Finish:
-    """Begin to average a bucket; return what waits for it and returns this rank's section of the mean.
+    """Start to average a bucket; return a function that waits and returns this rank's section of the mean.
 
-    Here gradients are divided, once. What is returned takes where the mean is to be
-    written, which decides its dtype: this rank's section of `flat`, or None for memory that nobody else has.
+    Gradients are divided here, once. The returned function takes the destination of the mean, which
+    determines its dtype: this rank's section of `flat`, or None for new memory.
     See [Note: every section straight to where it is needed].
 
     Args:
         flat: This rank's gradients; not to be touched before the end.
         bucket: Their layout, and the ranks.
-        dtype: What is sent; None: as the gradients are.
+        dtype: Dtype of the messages; None: that of the gradients.
     """
     axis, divisor = bucket.sync.axis, bucket.sync.divisor
     if axis.size == 1:  # `flat` is its own only section
@@ -55,7 +55,7 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
         return finish_sum
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     received = [torch.empty_like(own) for _ in others]
-    # Each rank sends every other one that one's section.
+    # Each rank sends every other rank that rank's section.
     with record("reduce_scatter", axis.name, sent, axis.size):
         wait = start_messages(
             axis,
@@ -81,7 +81,7 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: int = 0) -> C
             0: none, where no other gather can be taken for it.
 
     Returns:
-        What waits for the end.
+        A function that waits for the end.
     """
     axis = bucket.axis
     if axis.size == 1:

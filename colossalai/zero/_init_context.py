@@ -19,19 +19,20 @@ Device = torch.device | str | int
 class ColoInitContext:
     """Builds models on a device and in a dtype; their parameters are ColoParameters, which can be cut.
 
-    The doors take a model that was built without a context as well. `LazyInitContext` builds one without
-    memory.
+    `initialize` and `boost` also take models that were built without a context. `LazyInitContext` builds one
+    without memory.
 
     Args:
-        device: Where parameters and buffers are made; `get_current_device()` is the device of this rank.
+        device: Device of parameters and buffers; `get_current_device()` is the device of this rank.
         dtype: The dtype of those that are made without one; None: torch's default.
-        default_dist_spec: How all parameters are cut when the block ends; what the ranks do not divide stays
-            whole. None: nothing is cut.
+        default_dist_spec: Cut of all parameters at the end of the block; parameters that the ranks do not
+            divide
+            stay whole. None: nothing is cut.
         default_pg: The process group of all parameters; None: they have none yet.
 
     Raises:
-        ValueError: `device` is no device, `dtype` is not a floating one, `default_dist_spec` is no dist spec
-            or is given without `default_pg`.
+        ValueError: `device` is not a device, `dtype` is not a floating one, `default_dist_spec` is not a dist
+            spec or is given without `default_pg`.
 
     Example:
         >>> with ColoInitContext(device="cpu", dtype=torch.bfloat16):
@@ -81,17 +82,17 @@ def post_process_colo_init_ctx(
     default_pg: ProcessGroup | None = None,
     default_dist_spec: DistSpec | None = None,
 ) -> None:
-    """Do to a model that was built outside of a `ColoInitContext` what that does, in place.
+    """Apply a `ColoInitContext` to a model that was built outside of it, in place.
 
     Args:
         model: The model.
-        device: Where to.
+        device: The destination.
         dtype: The dtype of its floating tensors; None: as they are.
         default_pg: See `ColoInitContext`.
         default_dist_spec: Likewise.
 
     Raises:
-        ValueError: An argument is one that `ColoInitContext` refuses, or a tensor of `model` has no values.
+        ValueError: `ColoInitContext` refuses an argument, or a tensor of `model` has no values.
     """
     place, floating = _check(device, dtype, default_dist_spec, default_pg)
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -111,7 +112,7 @@ def post_process_colo_init_ctx(
 
 @cache
 def _watch_optimizers() -> None:
-    """Let steps on slices of ColoParameters be refused that `boost` would refuse: a loop may do without."""
+    """Refuse steps on slices of ColoParameters that `boost` would refuse, in loops without `boost`."""
     register_optimizer_step_pre_hook(_refuse_slices)
 
 
@@ -135,16 +136,16 @@ def _check(
     try:
         return torch.device(device), dtype
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}, which is no device: {error}") from error
+        raise ValueError(f"device is {device!r}, which is not a device: {error}") from error
 
 
 def _has_own_class(param: nn.Parameter) -> bool:
-    """Return whether a parameter is of a class of its own, such as that of a lazy one or a quantized one."""
+    """Return whether a parameter has a class of its own, for example a lazy or a quantized one."""
     return type(param) is not nn.Parameter
 
 
 def _cut(param: nn.Parameter, spec: DistSpec, group: ProcessGroup) -> None:
-    """Cut a parameter; one that the ranks do not divide stays whole, which is said."""
+    """Cut a parameter; if the ranks do not divide it, it stays whole, with a log line."""
     try:
         as_colo_parameter(param, group).set_dist_spec(spec)
     except ValueError as error:

@@ -1,10 +1,9 @@
-"""Where the parameters of an optimizer lie in flat buckets, and which part of a bucket is whose.
+"""Layout of parameters in flat buckets, and the sections of a bucket by rank.
 
 A bucket holds parameters of one kind, one after the other, and is cut into one section for each rank that
-holds them. The
-part of a parameter that lies in the section of a rank is that rank's fragment of it. For optimizers that
-treat each element alone the sections are equally long and cut parameters anywhere. For those that need whole
-tensors a section holds whole parameters; they are dealt out so that each rank gets about as many elements.
+holds them. The part of a parameter in the section of a rank is that rank's fragment of it. For elementwise
+optimizers the sections are equally long and cut parameters anywhere. For others a section holds whole
+parameters, distributed so that each rank gets about as many elements.
 """
 
 import math
@@ -27,12 +26,12 @@ class FlatBucket:
     """The layout of some parameters in one flat piece of memory.
 
     Attributes:
-        params: The parameters, in the order in which they lie.
-        starts: Where each begins.
+        params: The parameters, in the order of their offsets.
+        starts: Offset of each parameter.
         bounds: Begin and end of the section of each rank; sections follow one another.
         grad_dtype: The dtype of the gradients.
-        cuts_params: Whether a parameter may lie in several sections.
-        sync: Over which ranks gradients are summed, those of the sections, and by how much divided.
+        cuts_params: Whether a parameter can be in several sections.
+        sync: The ranks over which gradients are summed, and the divisor.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -79,15 +78,15 @@ class FlatBucket:
 
     @cached_property
     def num_used(self) -> int:
-        """Number of elements without the padding, which stands at the end."""
+        """Number of elements without the padding at the end."""
         return self.starts[-1] + self.numels[-1]
 
     def view(self, flat: torch.Tensor, index: int) -> torch.Tensor:
-        """Return the part of the memory `flat` where a parameter lies, in its shape."""
+        """Return the view of `flat` for a parameter, in its shape."""
         return torch.as_strided(flat, self.shapes[index], self.strides[index], self.starts[index])
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return the part of the memory `flat` where each parameter lies, in its shape."""
+        """Return the views of `flat` for all parameters, in their shapes."""
         parts = flat[: self.num_used].split(self.numels)
         return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
 

@@ -30,9 +30,10 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     """An optimizer that works on this rank's slices of the parameters.
 
     Made from an optimizer alone, as here, it takes the parameters as they are: float16 and bfloat16 ones get
-    float32 masters, and the model, which it does not know, is called as it is. Build the model first, on the
-    device of the rank; call `backward(loss)` of this object. `zero_optim_wrapper` makes one for a model that
-    went through `zero_model_wrapper`, which also casts what goes into the model and comes out of it.
+    float32 masters, and the model, to which it has no reference, is called as it is. Build the model first,
+    on the device of the rank; call `backward(loss)` of this object. `zero_optim_wrapper` makes one for a
+    model that went through `zero_model_wrapper`, which also casts what goes into the model and comes out of
+    it.
 
     Args:
         optimizer: Any optimizer; it is changed in place.
@@ -51,7 +52,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
         partition_grad: Cut gradients, too (stage 2).
         cpu_offload: Keep optimizer states and masters in host memory.
         forced_dtype: Cast the parameters to it: torch.float16 or torch.bfloat16; None: leave them.
-        model: What `zero_model_wrapper` returned; it may have several optimizers, of different parameters.
+        model: A result of `zero_model_wrapper`; it can have several optimizers, of different parameters.
             The options of the gradients and of the scale are the model's then, and left out here.
         norm_type: The p of the norm.
         scaler: The loss scaler, with the first optimizer of a `model`; the others share it.

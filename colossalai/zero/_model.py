@@ -1,4 +1,4 @@
-"""A model under one of the methods of ZeRO: what the doors without Booster return for it."""
+"""Wrapped model under one of the methods of ZeRO, without Booster."""
 
 from typing import TYPE_CHECKING
 
@@ -45,8 +45,8 @@ class ZeroModel(AppliedModel):
 
     Raises:
         RuntimeError: The job has not been launched.
-        ValueError: `raw` is no module, has been through a door already, has a parameter without values, or is
-            refused by the method.
+        ValueError: `raw` is not a module, is prepared already, has a parameter without values, or is refused
+            by the method.
     """
 
     _mutable = frozenset({"masters", "precision", "first_optimizer"})
@@ -88,7 +88,7 @@ def check_device(device: torch.device | str | int | None) -> None:
     try:
         asked = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device is {device!r}, which is no device: {error}") from error
+        raise ValueError(f"device is {device!r}, which is not a device: {error}") from error
     if asked.type != own.type or (own.index is not None and asked.index not in (None, own.index)):
         raise ValueError(
             f"device is {device!r}, and this rank computes on {own}: give get_current_device(); which one "

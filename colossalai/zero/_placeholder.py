@@ -1,17 +1,18 @@
-"""What `.grad` holds while the gradient of a parameter is a mean of which each rank has a slice.
+"""Placeholder in `.grad` while the gradient of a parameter is a mean of which each rank has a slice.
 
 [Note: placeholders of gradients]
 When a bucket has been averaged, the whole gradients of its parameters are gone. Each parameter then has a
-placeholder as its gradient: a tensor of the same shape without memory. Users' code that forgets gradients in
-torch's ways is heard by it: before the next backward, and before a step, a parameter whose placeholder is
-gone (`param.grad = None`, `module.zero_grad()`) loses its part of the mean, and one whose placeholder was set
-to zero (`zero_grad(set_to_none=False)`) has a mean of zero. Every other operation on a placeholder raises,
-since a number that is computed from a slice would be wrong.
+placeholder as its gradient: a tensor of the same shape without memory. It detects users' code that drops
+gradients in torch's ways: before the next backward, and before a step, a parameter whose placeholder is gone
+(`param.grad = None`, `module.zero_grad()`) loses its part of the mean, and one whose placeholder was set to
+zero (`zero_grad(set_to_none=False)`) has a mean of zero. Every other operation on a placeholder raises, since
+a number computed from a slice would be wrong.
 
-They are taken away before a backward, and those that it gave nothing come back after it. A backward that was
-not announced (that of another model, which goes through this one) adds to a placeholder, which keeps what it
-is given for the hook that follows. All parameters of a bucket get placeholders, on all ranks, whether or not
-there is a gradient on this one: what a user drops is dropped on all ranks.
+Placeholders are removed before a backward, and restored after it for parameters without a new gradient. An
+unannounced backward (of another model, through this one) adds to a placeholder, which keeps the sum for the
+hook that follows. All parameters of a bucket get placeholders, on all ranks, with or without a gradient on
+this
+one: a gradient dropped by the user is dropped on all ranks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,7 +38,7 @@ class GradPlaceholder(torch.Tensor):
 
     Attributes:
         is_zeroed: Whether it was set to zero.
-        added: What a backward that was not announced has added to it.
+        added: The gradient that an unannounced backward has added to it.
     """
 
     is_zeroed: bool
@@ -65,7 +66,7 @@ class GradPlaceholder(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Take a zero, and what a backward adds; refuse all else.
+        """Accept a zero, and the addition of a backward; refuse all else.
 
         Raises:
             ValueError: The operation needs values, or sets others.
@@ -78,7 +79,7 @@ class GradPlaceholder(torch.Tensor):
                 each.zero_()
             return None
         if func in _ADDITIONS and torch._C._current_graph_task_id() >= 0 and args[0].added is None:
-            if func is torch.ops.aten.add.Tensor:  # of a backward with create_graph=True
+            if func is torch.ops.aten.add.Tensor:  # a backward with create_graph=True
                 return args[1]
             args[0].added = args[1]
             return args[0]

@@ -4,11 +4,11 @@ The rules of the order in which buckets start are those of `colossalai.nn.parall
 the same order, so a full bucket behind one that is not full waits, at worst until `flush`.
 
 [Note: rounds]
-A round ends with `flush`, which averages whatever has not been yet. In a round each bucket is averaged once,
-as soon as it is full if backwards synchronize. The means of several rounds add up in the slices until
-`forget`. With stage 1 the full gradients of a round stay in buckets that are kept for ever; a round may last
-over many backwards. With stage 2 a bucket has memory only from its first gradient until its mean is there,
-and every backward is a round.
+A round ends with `flush`, which averages the remaining buckets. In a round each bucket is averaged once, as
+soon as it is full if backwards synchronize. The means of several rounds add up in the slices until `forget`.
+With stage 1 the full gradients of a round stay in permanent buckets; a round can last over many backwards.
+With stage 2 a bucket has memory only from its first gradient until its mean is there, and every backward is a
+round.
 """
 
 import weakref
@@ -29,7 +29,7 @@ from colossalai.zero._layout import FlatBucket
 
 
 class ShardedReducer:
-    """What averages the gradients of a model cut into parts, and keeps this rank's slices of the means.
+    """Reducer of the gradients of a model in parts, which keeps this rank's slices of the means.
 
     See [Note: rounds].
 
@@ -39,9 +39,9 @@ class ShardedReducer:
         replicas: The ranks that see different parts of the batch.
         stage: 1 or 2.
         overlap: Start buckets during the backward; False: at its end.
-        dtype: What is sent; None: gradients as they are.
+        dtype: Dtype of the messages; None: that of the gradients.
         on_full: Called with a bucket when all its gradients have come; None: nothing is called.
-        keep: Called with a bucket and this rank's slice of the mean; returns it as it is to be kept.
+        keep: Called with a bucket and this rank's slice of the mean; converts it to its stored form.
         max_in_flight: Buckets that are averaged at a time; a 16-bit one has receive buffers, together nearly
             as large as it is.
 
@@ -94,7 +94,7 @@ class ShardedReducer:
         """Begin a new round if the backward before has averaged; collective."""
         if self._ran:
             self.flush()
-        self.follow_users()  # after means that were under way have come
+        self.follow_users()  # after the means in flight have arrived
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all_grads:
                 grads.lift()
@@ -102,7 +102,7 @@ class ShardedReducer:
         self._ran = bool(self._queued_parts)
 
     def after_backward(self, *, has_failed: bool = False) -> None:
-        """End what `before_backward` has begun; start what a backward that averages has left; collective.
+        """End `before_backward`; start the remaining buckets of a backward that averages; collective.
 
         Args:
             has_failed: Whether the backward has raised; nothing is started then.
@@ -114,7 +114,7 @@ class ShardedReducer:
                 grads.lower()
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """Say whether the backwards from now on average; with stage 2 they always do.
+        """Set whether the following backwards average; with stage 2 they always do.
 
         Args:
             enabled: Whether they do.
@@ -139,7 +139,7 @@ class ShardedReducer:
             self._forget_queue()
 
     def flush(self) -> None:
-        """Average what has not been, wait for all, and begin a new round; collective over the replicas."""
+        """Average the remaining buckets, wait for all, and begin a new round; collective over replicas."""
         self._start_rest()
         while self._in_flight:
             self._in_flight.popleft()()
@@ -151,7 +151,7 @@ class ShardedReducer:
         self._is_dirty = self._ran = False
 
     def follow_users(self) -> None:
-        """Let the means follow what users have done to gradients; see [Note: placeholders of gradients]."""
+        """Apply the user's changes of gradients to the means; see [Note: placeholders of gradients]."""
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all_grads:
                 grads.follow_users()
@@ -178,7 +178,7 @@ class ShardedReducer:
         """Let parameters count as arrived when a backward has been through their nodes of the graph.
 
         That is at the same point on all ranks, if the graph leads there on all, whether or not there is a
-        gradient: what is not there is zero.
+        gradient: a missing one is zero.
         """
         find_reducer = weakref.ref(self)  # as in `call_on_grad`
         with torch._C.DisableTorchFunctionSubclass():
@@ -193,7 +193,7 @@ class ShardedReducer:
         self._num_holds += 1
 
     def release(self) -> None:
-        """End what `hold` has begun."""
+        """End `hold`."""
         self._num_holds -= 1
 
     def scale(self, factor: float, *, besides: Collection[torch.Tensor] = ()) -> None:
@@ -205,7 +205,7 @@ class ShardedReducer:
     def forget(self, *, set_to_none: bool, besides: Collection[torch.Tensor] = ()) -> None:
         """Forget all gradients but those of some parameters; collective."""
         if self._ran or self._started:
-            self.flush()  # what has been started has to be ended
+            self.flush()  # started buckets have to be completed
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all_grads:
                 grads.forget(set_to_none=set_to_none, besides=besides)

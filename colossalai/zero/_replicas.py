@@ -86,7 +86,7 @@ class ZeroReplicas(DataMethod):
         return self.stage == 2
 
     def allows_float32_grads(self, replicas: Axis) -> bool:
-        """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
+        """See the base class: they have the size of the parameters, as the memory formulas assume."""
         return False
 
     def check(

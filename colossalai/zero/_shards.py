@@ -26,14 +26,14 @@ class Shards(StandIns):
 
     Args:
         optimizer: The optimizer; its groups get the fragments, its states are cut.
-        reducer: What averages the gradients of its parameters.
+        reducer: The reducer of the gradients of its parameters.
         replicas: The ranks that see different parts of the batch.
-        weights_of: Return where the weights of a bucket of the reducer lie; each of its parameters in one
-            layout, or in none, if the optimizer has it not.
+        weights_of: Return the weights of a bucket of the reducer; each of its parameters in one layout, or in
+            none, if the optimizer lacks it.
         offload: Keep fragments and states in host memory.
         reducers: Those of all optimizers of the model, whose backwards are the same.
         before_step: Called, once all gradients are there, before every step; None: there is nothing to call.
-        after_step: Called when all ranks have what was updated, or loaded; None: there is nothing to call.
+        after_step: Called when all ranks have the updated or loaded values; None: there is nothing to call.
         others: Return the parameters of other optimizers whose gradients the reducer has, too.
     """
 
@@ -86,7 +86,7 @@ class Shards(StandIns):
 
     @property
     def _places(self) -> dict[nn.Parameter, tuple[FlatBucket, int]]:
-        """For each parameter the layout that says who updates what of it, and its number there."""
+        """For each parameter the layout of its update, and its number there."""
         return {
             fragment.param: (fragment.weights.bucket, fragment.index) for fragment in self._fragments.values()
         }
@@ -144,7 +144,7 @@ class Shards(StandIns):
         """Finish the reduction and give each fragment its part of the mean; collective.
 
         Raises:
-            ValueError: A parameter that was frozen at the door has a gradient.
+            ValueError: A parameter that was frozen at `boost` or `initialize` has a gradient.
         """
         self._reducer.finish()
         if self._before_step is not None:
@@ -207,7 +207,7 @@ class Shards(StandIns):
                 weights.release_homes()
 
     def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
-        """See the base class: what lies on disk, bucket by bucket; its memory is given back after each."""
+        """See the base class: buckets on disk one by one; the memory of each is released after it."""
         paged = {weights for weights in self._pageable if weights.is_paged}
         if not paged:
             yield params
@@ -276,8 +276,8 @@ class Shards(StandIns):
     def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, tuple[int, int, int]]:
         """Return what each bucket of the reducer has here: elements updated at home, bytes, and other bytes.
 
-        The first bytes are those of the states of these elements. The others are of fragments that lie
-        elsewhere: their own, those of their gradients, and of their states.
+        The first bytes are those of the states of these elements. The others are of fragments on other
+        devices: their own, those of their gradients, and of their states.
         """
         found: dict[FlatBucket, tuple[int, int, int]] = {}
         for fragment in self._fragments.values():
@@ -294,7 +294,7 @@ class Shards(StandIns):
         return found
 
     def settle(self, optimizer: Optimizer) -> None:
-        """Move what belongs to fragments to where the weights of their buckets say by now."""
+        """Move gradients and states of fragments to the present devices of their buckets' weights."""
         self._settle(optimizer, list(self._param_of))
 
     @torch.no_grad()

@@ -1,7 +1,7 @@
 """Optimizer states between the slices of the ranks and the whole tensors of checkpoints.
 
 A state of the shape of its fragment is a slice of the parameter's state, and the ranks put theirs together.
-Numbers, and whatever a rank holds for a whole parameter, are given as they are.
+Numbers, and states of whole parameters, are passed as they are.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ class StateExchange:
     """Gathers the states of an optimizer's fragments, and cuts whole ones.
 
     Args:
-        fragments: What stands in the optimizer for each parameter; empty where this rank has nothing of it.
+        fragments: The optimizer's fragment of each parameter; empty if this rank has no part of it.
         ranges: For each parameter begin and end of the fragment of every rank that holds it.
         axes: The ranks that hold each parameter.
         replicas: The ranks that hold the model.
@@ -41,15 +41,15 @@ class StateExchange:
         self._ranges = ranges
         self._axes = axes
         self._replicas = replicas
-        self._own: dict[nn.Parameter, State] = {}  # what was there before `gather`
-        self._given: dict[nn.Parameter, State] = {}  # and what it has put there
+        self._own: dict[nn.Parameter, State] = {}  # the states before `gather`
+        self._given: dict[nn.Parameter, State] = {}  # the states put in by it
 
     def own_range(self, param: nn.Parameter) -> tuple[int, int]:
         """Return begin and end of this rank's fragment of a parameter."""
         return self._ranges[param][self._axes[param].rank]
 
     def gather(self, optimizer: Optimizer, *, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Put whole states, by parameter, into an optimizer; collective. They lie in host memory.
+        """Put whole states, by parameter, into an optimizer; collective. They are in host memory.
 
         Args:
             optimizer: The optimizer.
@@ -93,7 +93,7 @@ class StateExchange:
         return masters
 
     def numbered(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer that holds whole states, with the masters beside the states."""
+        """Return the state of an optimizer that holds whole states, with the masters added."""
         content = optimizer.state_dict()
         states = {
             number: {key: value for key, value in state.items() if key != STATE_KEY}
@@ -108,7 +108,7 @@ class StateExchange:
     def load_numbered(
         self, optimizer: Optimizer, content: Mapping[str, Any], groups: Sequence[Sequence[nn.Parameter]]
     ) -> dict[nn.Parameter, torch.Tensor]:
-        """Load what `numbered` returned; return this rank's parts of the masters in it.
+        """Load a state of `numbered`; return this rank's parts of its masters.
 
         Args:
             optimizer: The optimizer, which holds fragments.
@@ -194,7 +194,7 @@ class StateExchange:
                 dist.broadcast(piece, src=axis.ranks[rank], group=axis.group)
             pieces.append(piece.cpu())
         if len(pieces) == 1 and pieces[0].numel() != param.numel():
-            return pieces[0]  # of a whole parameter, in a shape of its own
+            return pieces[0]  # the state of a whole parameter, in a shape of its own
         return torch.cat([piece.reshape(-1) for piece in pieces]).view(param.shape)
 
     def _part(self, param: nn.Parameter, state: Mapping[str, Any]) -> State:

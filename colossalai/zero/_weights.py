@@ -5,10 +5,10 @@ keep it whole on every rank; stage 3 keeps a rank's own section (`gemini/_sectio
 
 [Note: three kinds of memory]
 The parameters of a bucket are views of one flat piece of memory. A fragment of a parameter that is updated in
-its own dtype and place is a view of the same memory: the optimizer writes the parameter itself. One that is
-updated in float32 while the parameter is lower, or on the host while the parameter is on a device, has memory
-of its own (the master), on its rank only; after a step it is rounded into the flat memory. Then all ranks
-gather the flat memory.
+its own dtype and place is a view of the same memory: the optimizer writes the parameter itself. A fragment
+that is updated in float32 while the parameter is lower, or on the host while the parameter is on a device,
+has memory of its own (the master), on its rank only; after a step it is rounded into the flat memory. Then
+all ranks gather the flat memory.
 """
 
 from abc import ABC, abstractmethod
@@ -40,8 +40,7 @@ class BucketWeights(ABC):
         held: As given.
         keeps_shapes: As given.
         can_page: Whether `is_paged` is ever true.
-        has_lasting_homes: Whether homes are the memory of the bucket itself, and not made when they are asked
-            for.
+        has_lasting_homes: Whether homes are the memory of the bucket itself, and not made on request.
         moves_mean: Whether `take_mean` moves the mean gradient, so that the methods of means have an effect.
     """
 
@@ -58,20 +57,20 @@ class BucketWeights(ABC):
 
     @property
     def is_paged(self) -> bool:
-        """Whether some of the bucket lies on disk, so that it has to be updated by itself."""
+        """Whether some of the bucket is on disk, so that it has to be updated by itself."""
         return False
 
     @abstractmethod
     def home(self, index: int) -> torch.Tensor:
         """Return the memory of this rank's fragment of a parameter, flat; there may be none of it.
 
-        Where homes do not last, it has values from `collect_homes`, or from who writes into it, on.
+        If homes do not last, it has values after `collect_homes` or a write.
         """
 
     def take_master(self, index: int) -> torch.Tensor | None:
         """Return a parameter's values in float32 for this rank's fragment, flat; None: it has no master.
 
-        What is returned is the fragment's from then on. Once for each parameter; collective, in their order.
+        The fragment owns the result. Called once for each parameter; collective, in their order.
         """
         return None
 
@@ -85,39 +84,39 @@ class BucketWeights(ABC):
         """Return this rank's section of the mean gradient, in the layout of `bucket`, if there is one.
 
         Args:
-            grads: The gradients of which the parameters of `bucket` are a part. What is moved elsewhere
-                goes from there; it adds up until `forget_mean`. Collective then.
+            grads: The gradients that include the parameters of `bucket`. Moved means are removed from them
+                and add up until `forget_mean`. Collective then.
         """
         return grads.slice
 
     def scale_mean(self, factor: float) -> None:  # noqa: B027 - most have moved none
-        """Multiply what `take_mean` has moved."""
+        """Multiply the means moved by `take_mean`."""
 
     @property
     def has_moved_mean(self) -> bool:
-        """Whether `take_mean` has moved what has not been forgotten."""
+        """Whether there are means moved by `take_mean`."""
         return False
 
     def clear_mean(self, index: int) -> None:  # noqa: B027 - most have moved none
-        """Make what `take_mean` has moved zero for one parameter."""
+        """Set the mean moved by `take_mean` to zero for one parameter."""
 
     def forget_mean(self, *, set_to_none: bool) -> None:  # noqa: B027 - most have moved none
-        """Drop what `take_mean` has moved, or make it zero."""
+        """Drop the means moved by `take_mean`, or set them to zero."""
 
     def keep(self, state: torch.Tensor) -> torch.Tensor:
         """Return a state with the same values that lies where those of this bucket do: itself, if it does."""
         return state
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - most have nothing on disk
-        """Give back the memory of what lies on disk; nothing is lost."""
+        """Release the memory of tensors on disk; nothing is lost."""
 
     @abstractmethod
     def take_written(self) -> set[nn.Parameter]:
-        """Return the parameters that others have written since the last `publish` or this was asked."""
+        """Return the parameters written by others since the last `publish` or call of this method."""
 
     @abstractmethod
     def start_publishing(self) -> Callable[[], object]:
-        """Begin to let all ranks have what this one wrote into its homes; return the wait. Collective."""
+        """Start to send the values of this rank's homes to all ranks; return the wait. Collective."""
 
 
 @final
@@ -175,8 +174,8 @@ class WholeWeights(BucketWeights):
 
         def end() -> None:
             wait()
-            # The gather wrote into memory that autograd knows nothing of. Who keeps what was computed with a
-            # parameter (an engine its cache, a graph its saved tensors) learns from versions that it changed.
+            # Autograd does not see the write of the gather. Caches of results computed with a parameter (an
+            # engine's cache, a graph's saved tensors) detect the change by its version.
             torch.autograd.graph.increment_version(self.bucket.params)
             self._versions = [param._version for param in self.bucket.params]
 
@@ -189,9 +188,9 @@ class Fragment:
 
     Attributes:
         param: The parameter.
-        tensor: What the optimizer holds; flat, or in the parameter's shape if it is the whole of it. It may
-            have no elements, and then the optimizer does not hold it.
-        weights: Those of its bucket.
+        tensor: The optimizer's tensor; flat, or in the parameter's shape if it is the whole of it. Without
+            elements it is not in the optimizer.
+        weights: The weights of its bucket.
         index: The number of the parameter in the bucket.
         place: Begin and end of it in the section of this rank.
         has_own_memory: Whether it is not `home` itself; see [Note: three kinds of memory].
@@ -206,7 +205,7 @@ class Fragment:
 
     @property
     def home(self) -> torch.Tensor:
-        """The part of the parameter's memory that it stands for, where it lies now."""
+        """The part of the parameter's memory that it represents, at its present place."""
         return self.weights.home(self.index).view(self.tensor.shape)
 
     def round_on_disk(self) -> None:
@@ -267,7 +266,7 @@ def make_fragments(weights: BucketWeights, *, offload: bool) -> list[Fragment]:
             own = home.clone() if master is None else master.view(shape)
             own = weights.keep(own.cpu() if offload else own)
         tensor = nn.Parameter(own)
-        set_fragment(tensor, param, bucket.axis.group)  # alone, too: it knows how `param` is cut
+        set_fragment(tensor, param, bucket.axis.group)  # also a single fragment: it keeps the cut of `param`
         found.append(Fragment(param, tensor, weights, index, bucket.place(index, rank), has_own_memory))
     weights.release_homes()
     return found

@@ -1,11 +1,11 @@
 """One step of an optimizer as several calls, each with a part of the parameters.
 
-What is on disk is updated bucket by bucket, so the optimizer's own `step` is called several times.
+Buckets on disk are updated one by one, so the optimizer's own `step` is called several times.
 
 [Note: numbers besides states]
-Some optimizers keep numbers besides the states of parameters: a counter in a group, a running estimate in an
-attribute. Each call starts with the numbers from before the step, as if it was the only one; what any call
-has changed is the result of the step. So a counter counts steps and not calls, and a group that has no
+Some optimizers keep other numbers than the states of parameters: a counter in a group, a running estimate in
+an attribute. Each call starts with the numbers from before the step, as if it was the only one; the changes
+of all calls are the result of the step. So a counter counts steps and not calls, and a group that has no
 parameters in a window keeps the result of another window.
 """
 
@@ -30,7 +30,7 @@ def step_in_windows(
 
     Args:
         optimizer: The optimizer; its groups are the same afterwards.
-        windows: What it holds, each parameter in one window.
+        windows: Its parameters, each in one window.
         after_call: Called with each window after its update.
     """
     groups = [(group, list(group["params"])) for group in optimizer.param_groups]
@@ -55,7 +55,7 @@ def step_in_windows(
 
 @final
 class _Numbers:
-    """The numbers of an optimizer besides the states of parameters; see [Note: numbers besides states].
+    """The numbers of an optimizer other than states of parameters; see [Note: numbers besides states].
 
     Args:
         optimizer: The optimizer, before its step.
@@ -67,7 +67,7 @@ class _Numbers:
         self._results: list[dict[Any, Any]] = [{} for _ in self._first]
 
     def take_results(self) -> None:
-        """Take what a call has changed, and put back the numbers from before the step."""
+        """Store the numbers that a call has changed, and restore those from before the step."""
         for own, first, results in zip(self._dicts(), self._first, self._results, strict=True):
             for key, value in _plain(own):
                 if key not in first or _is_changed(value, first[key]):
@@ -80,7 +80,7 @@ class _Numbers:
         self._first = self._snapshots()
 
     def put_results(self) -> None:
-        """Give the optimizer what the calls have changed."""
+        """Set the optimizer's numbers to the results of the calls."""
         for own, results in zip(self._dicts(), self._results, strict=True):
             for key, value in results.items():
                 current = own.get(key)

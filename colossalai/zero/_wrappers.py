@@ -51,7 +51,7 @@ def zero_model_wrapper(
         RuntimeError: The job has not been launched.
         ValueError: `zero_stage` is not 1, 2 or 3, `gemini_config` is given without stage 3 or has a key that
             `GeminiDDP` does not have, `precision` is unknown, another option is out of range or not one of
-            this stage, `model` has been through a door, or a parameter has no values yet.
+            this stage, `model` is prepared already, or a parameter has no values yet.
     """
     options = {
         "bucket_cap_mb": bucket_cap_mb,
@@ -107,7 +107,7 @@ def zero_optim_wrapper(
     the first, and all may step after the `backward` of one of them.
 
     Args:
-        model: What `zero_model_wrapper` returned.
+        model: A result of `zero_model_wrapper`.
         optimizer: The optimizer; it is changed in place.
         initial_scale: First loss scale of precision "fp16"; so are all up to `max_scale`.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
@@ -121,12 +121,12 @@ def zero_optim_wrapper(
         verbose: Log every change of the loss scale.
 
     Raises:
-        ValueError: `model` has not been through `zero_model_wrapper`, `optimizer` cannot be cut, or an option
+        ValueError: `model` is not a result of `zero_model_wrapper`, `optimizer` cannot be cut, or an option
             is out of range, or differs from that of the model's first optimizer.
     """
     if not isinstance(model, ZeroModel):
         raise ValueError(
-            f"the model is a {type(model).__name__}: pass what zero_model_wrapper(model, ...) returned"
+            f"the model is a {type(model).__name__}: pass the result of zero_model_wrapper(model, ...)"
         )
     options = {
         "initial_scale": initial_scale,

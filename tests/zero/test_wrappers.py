@@ -275,7 +275,7 @@ def refusals() -> None:
         zero_model_wrapper(model, precision="int8")
     with pytest.raises(ValueError, match="stage is 0"):
         zero_model_wrapper(model, 0)
-    with pytest.raises(ValueError, match="pass what zero_model_wrapper"):
+    with pytest.raises(ValueError, match="pass the result of zero_model_wrapper"):
         zero_optim_wrapper(model, adamw(model))
     wrapped = zero_model_wrapper(model)
     with pytest.raises(ValueError, match="LBFGS"):

@@ -364,7 +364,7 @@ def mistakes() -> list[tuple[str, str]]:
         (lambda: GeminiDDP(fresh(), memstats=object()), "memstats"),
         (lambda: GeminiDDP(fresh(), placement="cpu"), "has no argument 'placement': did you mean"),
         (lambda: GeminiDDP(fresh(), device="meta"), "this rank computes on cpu"),
-        (lambda: GeminiDDP(fresh(), device="nonsense"), "is no device"),
+        (lambda: GeminiDDP(fresh(), device="nonsense"), "is not a device"),
         (lambda: GeminiDDP("model"), "the model is a str"),
         (lambda: GeminiDDP(model), "has been through a door already"),
         (lambda: GeminiDDP(net), "has been through a door already"),
@@ -404,7 +404,7 @@ def mistakes() -> list[tuple[str, str]]:
         (lambda: ColoInitContext(default_dist_spec=object()), "default_dist_spec is <object"),
         (lambda: ColoInitContext(default_dist_spec=ReplicaSpec()), "and no default_pg"),
         (lambda: ColoInitContext(dtype=torch.int64), "dtype is torch.int64"),
-        (lambda: ColoInitContext(device="nonsense"), "is no device"),
+        (lambda: ColoInitContext(device="nonsense"), "is not a device"),
         (lambda: post_process_colo_init_ctx(nn.Linear(2, 2, device="meta")), "has no values yet"),
     ]
     said = [(refused(call), wanted) for call, wanted in calls]
