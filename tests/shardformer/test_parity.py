@@ -42,7 +42,8 @@ from tests.shardformer.models import (
     wide_opt,
 )
 from tests.tiers import further
-from tests.turns import each_in_turn, grouped
+from tests.turns import each_in_turn, grouped, run_each
+from tests.zero.training import Warm
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.dist
@@ -52,7 +53,12 @@ BY_FOUR = {"parallel": {"tensor": {"size": 4, "mode": "1d"}}}
 PATCHES = ("embeddings", "classifier")
 
 
-def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[str, ...]) -> list[float]:
+def train(
+    build: Callable[[], nn.Module],
+    config: dict[str, Any],
+    uncut: tuple[str, ...],
+    build_optimizer: Callable[..., torch.optim.Optimizer] | None = None,
+) -> list[float]:
     """Train for three steps; every matrix and vocabulary must be cut, but for those with an `uncut` name."""
     parallel = {"tensor": TENSOR, **config.get("parallel", {})}
     config = {key: value for key, value in config.items() if key != "parallel"}
@@ -60,7 +66,7 @@ def train(build: Callable[[], nn.Module], config: dict[str, Any], uncut: tuple[s
     ids = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
     case = ParityCase(
         build_model=build,
-        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
+        build_optimizer=build_optimizer or partial(torch.optim.AdamW, lr=0.01),
         compute_loss=lambda model, batch: language_loss(model(batch[0]), batch[1]),
         batches=[(part, part.roll(-1, dims=1)) for part in ids],
         max_norm=0.5,
@@ -120,6 +126,11 @@ def test_three_steps(num_ranks: int, cells: list[tuple[Any, ...]]) -> None:
     cells = [(build, config, uncut) for build, _, config, uncut in cells]
     for losses in run_ranks(each_in_turn, num_ranks, train, cells)[0]:
         assert len(set(losses)) == 3
+
+
+def test_states_before_the_first_step_are_sharded_as_parameters() -> None:
+    """Each rank has the slices that belong to its parameters, also of a vocabulary with padding."""
+    run_each(2, train, [(gpt2, {}, ("wpe",), Warm)])
 
 
 IN_A_PIPELINE = [

@@ -13,8 +13,9 @@ from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import run_each
 from tests.zero.test_training import build_optimizer
-from tests.zero.training import Net, assert_same, batch_of, plugin
+from tests.zero.training import Net, Warm, WarmWholes, assert_same, batch_of, plugin
 
 pytestmark = pytest.mark.dist
 
@@ -129,6 +130,41 @@ def after_some_steps(stage: int) -> None:
 
 def test_an_optimizer_that_has_made_steps() -> None:
     run_ranks(after_some_steps, 2, 1)
+
+
+def first_states(kind: type[Warm], stage: int, precision: str) -> None:
+    """Boost an optimizer that has states before its first step, and load others before that step."""
+    colossalai.launch_from_torch({}, verbose=False)
+    twin, model = (
+        build("SGD")[0].to(torch.float32 if precision == "bf16" else torch.float64) for _ in range(2)
+    )
+    twin_optimizer, optimizer = kind(twin.parameters()), kind(model.parameters())
+    given = copy.deepcopy(twin_optimizer.state_dict())
+    booster = Booster(plugin=plugin(stage, precision=precision))
+    model, optimizer, *_ = booster.boost(model, optimizer)
+    assert_same_states(optimizer.state_dict()["state"], given["state"])
+    for state in given["state"].values():
+        state["momentum_buffer"].neg_()
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": copy.deepcopy(given["state"])})
+    assert_same_states(optimizer.state_dict()["state"], given["state"])
+    if precision == "fp32":
+        twin_optimizer.load_state_dict(given)
+        for step in range(2):
+            twin_optimizer.zero_grad()
+            twin(batch_of(step)).square().mean().backward()
+            twin_optimizer.step()
+        train(booster, model, optimizer, range(2))
+        assert_same(model, twin, 1)
+
+
+def assert_same_states(found: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, Tensor]]) -> None:
+    assert found.keys() == wanted.keys()
+    for number, state in wanted.items():
+        assert torch.equal(found[number]["momentum_buffer"], state["momentum_buffer"]), number
+
+
+def test_first_states_are_those_of_one_process() -> None:
+    run_each(2, first_states, [(Warm, 1, "fp32"), (WarmWholes, 2, "fp32"), (Warm, 2, "bf16")])
 
 
 def low_run(folder: Path, steps: range, *, starts: bool) -> dict[str, Tensor]:

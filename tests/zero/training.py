@@ -38,6 +38,23 @@ def adamw(model: nn.Module) -> Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
 
 
+class Warm(torch.optim.SGD):
+    """SGD with momentum whose buffers are there before the first step, with a value for each element."""
+
+    def __init__(self, params: Iterable[nn.Parameter], lr: float = 0.05) -> None:
+        super().__init__(params, lr=lr, momentum=0.9)
+        for param in self.param_groups[0]["params"]:
+            values = torch.linspace(-1, 1, param.numel(), dtype=param.dtype)
+            self.state[param] = {"step": torch.zeros(()), "momentum_buffer": values.view(param.shape)}
+
+
+class WarmWholes(Warm):
+    """Such an optimizer that looks at whole tensors."""
+
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+
+
 def mean_square(model: nn.Module, x: Tensor, step: int, part: int) -> Tensor:
     return model(x).square().mean()
 

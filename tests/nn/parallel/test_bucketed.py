@@ -13,7 +13,7 @@ from colossalai.communication import ledger
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams, Bucketed
-from colossalai.nn.parallel._buckets import make_buckets
+from colossalai.nn.parallel._buckets import call_on_grad, has_users_hooks, make_buckets, remove_owners
 from colossalai.testing import ParityCase, Subject, check_parity, full_gradients, full_parameters
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -400,3 +400,27 @@ def test_a_bucket_has_a_size():
     with pytest.raises(ValueError, match="bucket_cap_mb is 0"):
         Bucketed(bucket_cap_mb=0)
     assert Bucketed() == Bucketed()
+
+
+class Owner:
+    """The owner of hooks; it keeps the numbers that it is called with."""
+
+    def __init__(self):
+        self.numbers = []
+
+    @staticmethod
+    def note(find_owner, number, param):
+        find_owner().numbers.append(number)
+
+
+@pytest.mark.unit
+def test_a_parameter_has_one_owner():
+    param, earlier, owner = nn.Parameter(torch.ones(2)), Owner(), Owner()
+    for number, each in enumerate((earlier, owner)):
+        call_on_grad(param, Owner.note, each, number)
+    param.sum().backward()
+    assert (earlier.numbers, owner.numbers) == ([], [1])
+    assert not has_users_hooks(param)
+    remove_owners([param])
+    param.sum().backward()
+    assert owner.numbers == [1]
