@@ -91,8 +91,34 @@ class GeminiPlugin(Plugin):
         whole_modules: Sequence[str | type[nn.Module]] = (),
         recompute: bool | str | Sequence[str] = False,
     ) -> None:
-        given = {name: value for name, value in locals().items() if name not in ("self", "recompute")}
-        self.options = GeminiOptions(**given)
+        self.options = GeminiOptions(
+            device=device,
+            placement_policy=placement_policy,
+            precision=precision,
+            pin_memory=pin_memory,
+            force_outputs_fp32=force_outputs_fp32,
+            strict_ddp_mode=strict_ddp_mode,
+            search_range_mb=search_range_mb,
+            hidden_dim=hidden_dim,
+            min_chunk_size_mb=min_chunk_size_mb,
+            memstats=memstats,
+            gpu_margin_mem_ratio=gpu_margin_mem_ratio,
+            initial_scale=initial_scale,
+            min_scale=min_scale,
+            growth_factor=growth_factor,
+            backoff_factor=backoff_factor,
+            growth_interval=growth_interval,
+            hysteresis=hysteresis,
+            max_scale=max_scale,
+            max_norm=max_norm,
+            norm_type=norm_type,
+            verbose=verbose,
+            memory_budget=memory_budget,
+            host_budget=host_budget,
+            warmup_ratio=warmup_ratio,
+            offload_dir=offload_dir,
+            whole_modules=whole_modules,
+        )
         self.method = self.options.method()
         self.recompute = recompute
 

@@ -14,11 +14,6 @@ from colossalai.logging import get_dist_logger
 from colossalai.runtime import Plan
 from colossalai.zero import ZeroReplicas
 
-_SCALER_OPTIONS = (
-    *("initial_scale", "min_scale", "growth_factor", "backoff_factor", "growth_interval"),
-    *("hysteresis", "max_scale", "verbose"),
-)
-
 
 class LowLevelZeroPlugin(Plugin):
     """ZeRO: stage 1 cuts optimizer states (float32 masters included) over the ranks, stage 2 also gradients.
@@ -81,11 +76,27 @@ class LowLevelZeroPlugin(Plugin):
             )
         if not reduce_bucket_size_in_m > 0:
             raise ValueError(f"reduce_bucket_size_in_m is {reduce_bucket_size_in_m}; it must be above 0")
-        given = locals()
-        for name in ("overlap_communication", "cpu_offload", "verbose"):
-            if not isinstance(given[name], bool):
-                raise ValueError(f"{name} is {given[name]!r}; it must be True or False")
-        self.precision = _precision(precision, {name: given[name] for name in _SCALER_OPTIONS})
+        flags = {
+            "overlap_communication": overlap_communication,
+            "cpu_offload": cpu_offload,
+            "verbose": verbose,
+        }
+        for name, value in flags.items():
+            if not isinstance(value, bool):
+                raise ValueError(f"{name} is {value!r}; it must be True or False")
+        self.precision = _precision(
+            precision,
+            {
+                "initial_scale": initial_scale,
+                "min_scale": min_scale,
+                "growth_factor": growth_factor,
+                "backoff_factor": backoff_factor,
+                "growth_interval": growth_interval,
+                "hysteresis": hysteresis,
+                "max_scale": max_scale,
+                "verbose": verbose,
+            },
+        )
         self.max_norm = max_norm
         self.norm_type = norm_type
         self.recompute = recompute
