@@ -82,4 +82,4 @@ def cut_with_adapter(adapter: Any, cut: Callable[[nn.Module], LinearShard]) -> N
     for dropout in adapter.lora_dropout.values():
         if isinstance(dropout, nn.Dropout):
             # Ranks that see the same features leave out the same ones; others may draw apart around them.
-            dropout.__class__ = put_before(drawing, dropout)  # type: ignore[assignment]
+            put_before(drawing, dropout)

@@ -63,12 +63,12 @@ def sync_batch_norms(model: nn.Module, replicas: Axis) -> int:
                 "leave sync_batch_norm out"
             )
     for _, norm in norms if replicas.size > 1 else ():
-        norm.__class__ = put_before(ReplicaBatchNorm, norm)
+        put_before(ReplicaBatchNorm, norm)
         vars(norm)["replicas"] = replicas
     return len(norms)
 
 
-def follow_batches_once(model: nn.Module) -> int:
+def follow_batches_once(model: nn.Module) -> list[Callable[[], None]]:
     """Let batch norms whose forward is recomputed leave running statistics alone the second time, in place.
 
     See [Note: a batch that is seen twice].
@@ -77,13 +77,11 @@ def follow_batches_once(model: nn.Module) -> int:
         model: The model, or a stage of it; batch norms over replicas do so by themselves.
 
     Returns:
-        The number of batch norms that were changed.
+        A function for each batch norm that was changed, which takes the change back.
     """
     norms = [part for _, part in parts_of(model) if isinstance(part, (*BATCH_NORMS, nn.SyncBatchNorm))]
     chosen: list[nn.Module] = [norm for norm in norms if not isinstance(norm, ReplicaBatchNorm)]
-    for norm in chosen:
-        norm.__class__ = put_before(FollowsBatchOnce, norm)
-    return len(chosen)
+    return [put_before(FollowsBatchOnce, norm) for norm in chosen]
 
 
 class FollowsBatchOnce(nn.Module):

@@ -1,9 +1,10 @@
 """What stands in for a layer once its parameters are cut; its parameters keep their names and identity."""
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, ClassVar
 
 import torch
@@ -315,9 +316,27 @@ def draw_together_behind(module: nn.Module, args: Any, output: Any) -> None:
     draw_together()
 
 
-def put_before(first: type[nn.Module], module: nn.Module) -> type[nn.Module]:
-    """Return a class whose `forward` is that of the first one around that of the class of a module."""
-    return class_of(type(module).__name__, type(module).__module__, (first, type(module)))
+def put_before(first: type[nn.Module], module: nn.Module) -> Callable[[], None]:
+    """Change the class of a module, in place: `forward` becomes that of `first` around its own.
+
+    Returns:
+        A function that gives the module its own class back.
+    """
+    kind = type(module)
+    _change_class(module, class_of(kind.__name__, kind.__module__, (first, kind)))
+    return partial(_change_class, module, kind)
+
+
+def put_behind(last: type[nn.Module], module: nn.Module) -> None:
+    """Change the class of a module, in place: what its own class takes from a base, it takes from `last`."""
+    kind = type(module)
+    _change_class(module, class_of(kind.__name__, kind.__module__, (kind, last)))
+
+
+def _change_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    # In place, as other modules and users hold the module. A module around it would rename its parameters,
+    # and a hook cannot replace what its forward computes.
+    module.__class__ = kind
 
 
 @cache  # layers of one class stay of one class
@@ -344,6 +363,6 @@ def keep_specs(module: nn.Module, mesh: Mesh, kind: type[SpecKeeper]) -> None:
     """Put a class before that of a module, in place, and let it keep the specs of the module's parameters."""
     vars(module).update(vars(SpecKeeper(mesh)) | vars(module))
     if not isinstance(module, kind):  # a layer of `head_norms` may own `head_params`
-        module.__class__ = put_before(kind, module)
+        put_before(kind, module)
     for name, param in module.named_parameters(recurse=False):
         module.register_parameter(name, param)

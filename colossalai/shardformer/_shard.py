@@ -49,11 +49,11 @@ from colossalai.shardformer._layers import (
     SumsGradients,
     TakesOwnHeads,
     VocabularyShard,
-    class_of,
     cut_param,
     draw_together_behind,
     keep_specs,
     put_before,
+    put_behind,
     take_hooks,
 )
 from colossalai.shardformer._named_rules import (
@@ -188,14 +188,14 @@ def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
     for part in _owners_of_params(norm for _, norm in _layers(module, rule.head_norms)):
         keep_specs(part, mesh, SumsGradients)
     for _, dropout in _layers(module, rule.whole_dropouts):
-        dropout.__class__ = put_before(DrawsTogether, dropout)
+        put_before(DrawsTogether, dropout)
     for owner, key in head_params_of(module, rule):
         param = owner.get_parameter(key)
         cut_param(param, ((AXIS,), *[()] * (param.dim() - 1)), mesh, parts=(1,) * param.dim())
     for owner in dict.fromkeys(owner for owner, _ in head_params_of(module, rule)):
         keep_specs(owner, mesh, SpecKeeper)
     if rule.draws:
-        module.__class__ = put_before(DrawsApart, module)
+        put_before(DrawsApart, module)
         for _, layer in _layers(module, rule.rows):
             layer.register_forward_hook(draw_together_behind)
 
@@ -283,10 +283,8 @@ def _embedding(layer: nn.Embedding, mesh: Mesh) -> nn.Module:
         return shard
     # It does more than look up, and keeps doing it: see `VocabularyShard`.
     vars(layer).update(vars(shard) | vars(layer))
-    looked_up: nn.Module = layer
-    kind = type(layer)
-    looked_up.__class__ = class_of(kind.__name__, kind.__module__, (kind, VocabularyShard))
-    return looked_up
+    put_behind(VocabularyShard, layer)
+    return layer
 
 
 def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:

@@ -75,6 +75,43 @@ STATE = {
     ): "one hook of torch on all optimizers: those of ColoParameters that no one boosts",
 }
 
+# (file, function): why the class of an object that is there already is changed.
+CLASS_CHANGES = {
+    ("initialize.py", ""): "`colossalai.initialize` is documented as a function and as a module of functions",
+    (
+        "runtime/recomputation/_segments.py",
+        "run_in_segments",
+    ): "the call of a block, its hooks included, runs inside the call of its segment",
+    (
+        "shardformer/_layers.py",
+        "_change_class",
+    ): "a layer of the user's class keeps its identity and its names, and computes something else",
+    (
+        "tensor/colo/_tensor.py",
+        "as_colo_parameter",
+    ): "optimizers and tied modules hold the parameter, which users call as a ColoParameter from then on",
+    (
+        "tensor/colo/_tensor.py",
+        "as_plain_parameter",
+    ): "the way back: torch calls `__torch_function__` of a subclass in each operation",
+    (
+        "zero/gemini/_hooks.py",
+        "add",
+    ): "optimizers and modules hold the parameter, of which each use is seen: [Note: how a use is seen]",
+}
+
+# (file, function): why it reads the local names of a call, or its frame.
+LOCALS = {
+    (
+        "monitor/_calls.py",
+        "properties_of",
+    ): "the line of the user's code that issues a collective is reported",
+    (
+        "monitor/_sections.py",
+        "current_module",
+    ): "autograd functions of other libraries have no argument for the module that calls them",
+}
+
 SAME_CLASS_NAME = {
     "DataParallelSampler": "the documented name, with the ranks of the launched job and with those given",
 }

@@ -183,6 +183,41 @@ def hung_attributes(package: Package) -> Iterator[tuple[str, str, int]]:
                 yield module.relative_path, ast.unparse(name), node.lineno
 
 
+def class_changes(package: Package) -> Iterator[tuple[str, str, int]]:
+    """Yield (file, function, line) of what changes the class of an object, "" for the module itself."""
+    for module in package.modules.values():
+        for function, node in _with_functions(module.tree):
+            is_set = any(
+                isinstance(part, ast.Attribute)
+                and part.attr == "__class__"
+                and isinstance(part.ctx, ast.Store)
+                for target in _targets_of(node)
+                for part in ast.walk(target)
+            )
+            by_name = isinstance(node, ast.Call) and any(
+                isinstance(each, ast.Constant) and each.value == "__class__" for each in node.args
+            )
+            if is_set or (by_name and "setattr" in ast.unparse(node)):
+                yield module.relative_path, function, node.lineno
+
+
+def readers_of_locals(package: Package) -> Iterator[tuple[str, str, int]]:
+    """Yield (file, function, line) of what reads the local names of a call as a mapping, or its frame."""
+    names = {"locals", "sys._getframe", "inspect.currentframe", "inspect.stack"}
+    for module in package.modules.values():
+        for function, node in _with_functions(module.tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in names:
+                yield module.relative_path, function, node.lineno
+
+
+def _with_functions(node: ast.AST, function: str = "") -> Iterator[tuple[str, ast.AST]]:
+    """Yield each node of a tree with the name of the innermost function around it."""
+    for child in ast.iter_child_nodes(node):
+        is_function = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef)
+        yield function, child
+        yield from _with_functions(child, child.name if is_function else function)  # type: ignore[attr-defined]
+
+
 def classes_named_twice(package: Package) -> dict[str, list[str]]:
     """Return the class names that stand in several places, with the places."""
     places: defaultdict[str, list[str]] = defaultdict(list)

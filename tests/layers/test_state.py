@@ -7,16 +7,18 @@ import pytest
 
 import colossalai
 from colossalai._aliases import ALIASES
-from tests.layers.allowed import SAME_CLASS_NAME, STATE
+from tests.layers.allowed import CLASS_CHANGES, LOCALS, SAME_CLASS_NAME, STATE
 from tests.layers.checker import Package
 from tests.layers.state import (
     MOST_FILES,
     attribute_names,
+    class_changes,
     classes_named_twice,
     full_folders,
     hung_attributes,
     module_state,
     notes_out_of_place,
+    readers_of_locals,
     vague_raises,
 )
 
@@ -43,6 +45,18 @@ def test_attributes_on_foreign_objects_are_in_one_table(package: Package) -> Non
     names = attribute_names(package)
     assert not hung.keys() - names, {name: hung[name] for name in hung.keys() - names}
     assert not names - hung.keys(), "in tensor/_attributes.py, and hung on nothing any more"
+
+
+def test_changes_of_classes_are_listed(package: Package) -> None:
+    found = {(file, function): line for file, function, line in class_changes(package)}
+    assert not [f"{place[0]}:{found[place]}: {place[1]}" for place in found if place not in CLASS_CHANGES]
+    assert not CLASS_CHANGES.keys() - found.keys(), "listed, and not there any more"
+
+
+def test_readers_of_locals_are_listed(package: Package) -> None:
+    found = {(file, function): line for file, function, line in readers_of_locals(package)}
+    assert not [f"{place[0]}:{found[place]}: {place[1]}" for place in found if place not in LOCALS]
+    assert not LOCALS.keys() - found.keys(), "listed, and not there any more"
 
 
 def test_the_page_of_design_lists_the_same() -> None:
@@ -127,6 +141,20 @@ def test_planted_attributes_names_and_notes_are_found(tmp_path: Path) -> None:
     for number in range(MOST_FILES):
         (tmp_path / f"_{number}.py").write_text("")
     assert full_folders(tmp_path) == {".": MOST_FILES + 1}
+
+
+def test_planted_changes_of_classes_and_locals_are_found(tmp_path: Path) -> None:
+    text = (
+        "a.__class__ = B\n"
+        "def f(x):\n    def g():\n        x.part.__class__ = B\n    setattr(x, '__class__', B)\n"
+        "class A:\n    def h(self, x):\n        undo(partial(setattr, x, '__class__', B))\n"
+        "        x, self.__class__ = 1, B\n        kind = x.__class__\n        x.__class__.y = 1\n"
+        "        getattr(x, '__class__')\n        return locals() | sys._getframe().f_locals\n"
+    )
+    package = _package(tmp_path, text)
+    changes = [(function, line) for _, function, line in class_changes(package)]
+    assert changes == [("", 1), ("g", 4), ("f", 5), ("h", 8), ("h", 9)]
+    assert [(function, line) for _, function, line in readers_of_locals(package)] == [("h", 13), ("h", 13)]
 
 
 VAGUE = (

@@ -3,7 +3,6 @@
 import inspect
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -49,11 +48,8 @@ def removable_recompute(module: nn.Module, segments: Segments) -> RecomputeHandl
         ValueError: A name of `segments` is not a sub-module, or is one that is never called.
     """
     handle = _recompute(module, segments, None)
-    kinds = [(part, type(part)) for part in module.modules()]
-    follow_batches_once(module)
-    for part, kind in kinds:
-        if type(part) is not kind:
-            handle.behind(partial(setattr, part, "__class__", kind))
+    for undo in follow_batches_once(module):
+        handle.behind(undo)
     return handle
 
 
