@@ -6,9 +6,12 @@ is not refused, and is to be run when a method is added.
 
 from collections.abc import Iterable
 
+from colossalai.context import SEQUENCE_ATTENTIONS
+
 METHODS = (
     *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d"),
-    *("sequence ring", "sequence ulysses", "experts"),
+    *(f"sequence {attention}" for attention in SEQUENCE_ATTENTIONS),
+    "experts",
     *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "Gemini", "mixed precision", "recompute", "accumulation"),
     "fused loss",
 )
@@ -42,7 +45,7 @@ REFUSED = {
             "the ranks that share a sequence are no replicas of which each has experts of its own: let these "
             "ranks be data-parallel ones, or leave expert parallelism out"
         )
-        for attention in ("ring", "ulysses")
+        for attention in SEQUENCE_ATTENTIONS
     },
 }
 """For each pair that is refused, the reason and what to do instead."""

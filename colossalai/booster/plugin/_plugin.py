@@ -1,6 +1,7 @@
 """The interface of plugins: a plugin says which methods to use, and prepares the data for them."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 from weakref import WeakSet
@@ -9,6 +10,7 @@ from torch.utils.data import Dataset
 
 from colossalai.amp import FullPrecision, Precision
 from colossalai.context import global_context, relayout
+from colossalai.nn.parallel import DataMethod
 from colossalai.runtime import DataParallelLoader, Plan, make_dataloader
 
 
@@ -97,6 +99,33 @@ class Plugin(ABC):
     @cached_property
     def _loaders(self) -> WeakSet[DataParallelLoader]:
         return WeakSet()  # not in __init__, which plugins of the user's own need not call
+
+
+class DataMethodPlugin(Plugin):
+    """Trains with a data method: one of `colossalai.nn.parallel`, or your own subclass of `DataMethod`.
+
+    A plugin of its own, such as `TorchDDPPlugin`, gives the options of a method documented names.
+
+    Args:
+        method: The data method with its options.
+        recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
+
+    Raises:
+        ValueError: `method` is not a `DataMethod`.
+    """
+
+    def __init__(self, method: DataMethod, *, recompute: bool | str | Sequence[str] = False) -> None:
+        if not isinstance(method, DataMethod):
+            raise ValueError(
+                f"method is a {type(method).__name__}; it must be a DataMethod, such as Replicated() of "
+                "colossalai.nn.parallel"
+            )
+        self.method = method
+        self.recompute = recompute
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class."""
+        return Plan(data=self.method, precision=precision, recompute=self.recompute)
 
 
 def _replicas_now() -> int | None:

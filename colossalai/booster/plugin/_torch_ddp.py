@@ -2,14 +2,12 @@
 
 from collections.abc import Sequence
 
-from colossalai.amp import Precision
-from colossalai.booster.plugin._plugin import Plugin
+from colossalai.booster.plugin._plugin import DataMethodPlugin
 from colossalai.context import names_arguments
 from colossalai.nn.parallel import Replicated
-from colossalai.runtime import Plan
 
 
-class TorchDDPPlugin(Plugin):
+class TorchDDPPlugin(DataMethodPlugin):
     """Averages gradients with torch's `DistributedDataParallel`.
 
     Args:
@@ -36,8 +34,7 @@ class TorchDDPPlugin(Plugin):
         *,
         recompute: bool | str | Sequence[str] = False,
     ) -> None:
-        self.recompute = recompute
-        self.method = Replicated(
+        method = Replicated(
             broadcast_buffers=broadcast_buffers,
             bucket_cap_mb=bucket_cap_mb,
             find_unused_parameters=find_unused_parameters,
@@ -45,7 +42,4 @@ class TorchDDPPlugin(Plugin):
             gradient_as_bucket_view=gradient_as_bucket_view,
             static_graph=static_graph,
         )
-
-    def plan(self, precision: Precision) -> Plan:
-        """See the base class."""
-        return Plan(data=self.method, precision=precision, recompute=self.recompute)
+        super().__init__(method, recompute=recompute)

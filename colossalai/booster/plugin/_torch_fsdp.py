@@ -4,14 +4,12 @@ from collections.abc import Sequence
 
 import torch
 
-from colossalai.amp import Precision
-from colossalai.booster.plugin._plugin import Plugin
+from colossalai.booster.plugin._plugin import DataMethodPlugin
 from colossalai.context import names_arguments
 from colossalai.nn.parallel import FullySharded
-from colossalai.runtime import Plan
 
 
-class TorchFSDPPlugin(Plugin):
+class TorchFSDPPlugin(DataMethodPlugin):
     """Shards parameters, gradients and optimizer states with torch's FSDP2 (`fully_shard`).
 
     The members of the model's block stacks are sharded one by one, so that one block at a time is whole.
@@ -38,14 +36,10 @@ class TorchFSDPPlugin(Plugin):
         reduce_dtype: torch.dtype | None = None,
         recompute: bool | str | Sequence[str] = False,
     ) -> None:
-        self.recompute = recompute
-        self.method = FullySharded(
+        method = FullySharded(
             reshard_after_forward=reshard_after_forward,
             cpu_offload=cpu_offload,
             param_dtype=param_dtype,
             reduce_dtype=reduce_dtype,
         )
-
-    def plan(self, precision: Precision) -> Plan:
-        """See the base class."""
-        return Plan(data=self.method, precision=precision, recompute=self.recompute)
+        super().__init__(method, recompute=recompute)

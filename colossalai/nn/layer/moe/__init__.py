@@ -20,6 +20,7 @@ from colossalai.nn.layer.moe._feed_forward import build_ffn_experts as build_ffn
 from colossalai.nn.layer.moe._grouped import grouped_linear as grouped_linear
 from colossalai.nn.layer.moe._layer import MoeLayer as MoeLayer
 from colossalai.nn.layer.moe._layer import MoeModule as MoeModule
+from colossalai.nn.layer.moe._losses import AddsLosses as AddsLosses
 from colossalai.nn.layer.moe._losses import LossCollector as LossCollector
 from colossalai.nn.layer.moe._losses import collect_losses as collect_losses
 from colossalai.nn.layer.moe._losses import collector_of_stages as collector_of_stages

@@ -11,6 +11,7 @@ from colossalai.communication import outside_graphs
 from colossalai.context import MOE_CONTEXT
 from colossalai.nn.layer.moe._balance import auxiliary_loss
 from colossalai.nn.layer.moe._experts import Experts, MoeExperts
+from colossalai.nn.layer.moe._losses import AddsLosses
 from colossalai.nn.layer.moe._router import MoeRouter, Noise, NormalNoiseGenerator, UniformNoiseGenerator
 from colossalai.nn.layer.moe._top import Top1Router, Top2Router, TopKRouter
 
@@ -36,7 +37,7 @@ class TokenGate(nn.Module):
             return functional.linear(tokens.to(wide), self.weight.to(wide))
 
 
-class MoeLayer(nn.Module):
+class MoeLayer(AddsLosses):
     """Sends each token to the experts that a router chooses, and adds their results by weight.
 
     A router, and experts, may be shared by several layers: only the gate is the layer's own. In training the
@@ -72,7 +73,6 @@ class MoeLayer(nn.Module):
         self.gate = TokenGate(dim_model, num_experts)
         self.router = router
         self.experts = experts
-        MOE_CONTEXT.expect_losses(MoeLayer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Map (..., dim_model) to the same shape.

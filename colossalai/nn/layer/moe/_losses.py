@@ -12,8 +12,19 @@ from torch import Tensor, nn
 
 from colossalai.cluster import gather_values
 from colossalai.context import MOE_CONTEXT, Axis
-from colossalai.nn.layer.moe._layer import MoeLayer
 from colossalai.tensor import nested_tensors
+
+
+class AddsLosses(nn.Module):
+    """A layer whose forward adds losses: `moe_env.add_loss(loss, layer=self)`, a mean over the rank's batch.
+
+    The base class of `MoeLayer` and of a layer of your own; `MoeLoss` adds the losses to that of the task.
+    Wrapped models, and all stages of a pipeline, collect losses if a layer of this class is in them.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        MOE_CONTEXT.expect_losses(AddsLosses)
 
 
 class LossCollector:
@@ -77,5 +88,5 @@ def collector_of_stages(model: nn.Module, stages: Axis) -> LossCollector | None:
 
 def _announce_layers(model: nn.Module) -> None:
     """Announce layers whose constructor did not run in this process, such as those of an unpickled model."""
-    if any(isinstance(part, MoeLayer) for part in model.modules()):
-        MOE_CONTEXT.expect_losses(MoeLayer)
+    if any(isinstance(part, AddsLosses) for part in model.modules()):
+        MOE_CONTEXT.expect_losses(AddsLosses)
