@@ -64,6 +64,20 @@ def test_the_page_of_design_lists_the_same() -> None:
     assert set(re.findall(r"^\| `([\w/.]+\.py)` \| `(\w+)` \|", page, re.M)) == set(STATE)
 
 
+def test_a_new_feature_touches_at_most_three_files() -> None:
+    """The table of the page names files that are there, and new ones."""
+    page = (DESIGN / "README.md").read_text()
+    _, _, section = page.partition("## What a new feature touches")
+    rows = re.findall(r"^\| (an? [^|]+) \| ([^|]+) \|", section.partition("\n## ")[0], re.M)
+    assert len(rows) == 7
+    for feature, cell in rows:
+        files = re.findall(r"`([\w/<>]+\.py)`", cell)
+        assert 1 < len(files) <= 3, feature
+        missing = [file for file in files if "<name>" not in file and not (FOLDER / file).exists()]
+        assert not missing, f"{feature}: {missing}"
+        assert (FOLDER / files[0]).parent.is_dir(), feature
+
+
 def test_a_class_name_exists_once(package: Package) -> None:
     twice = classes_named_twice(package)
     assert twice.keys() == SAME_CLASS_NAME.keys(), twice
