@@ -336,3 +336,18 @@ def refuse_a_stepped_optimizer():
 @pytest.mark.dist
 def test_an_optimizer_that_has_made_steps_is_refused():
     run_ranks(refuse_a_stepped_optimizer, 2)
+
+
+def refuse_an_optimizer_of_wholes():
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+    model = gpt2()
+    optimizer = torch.optim.Adafactor(model.parameters())
+    with pytest.raises(ValueError, match=r"Adafactor holds transformer\.\S+, of which tensor or expert"):
+        colossalai.initialize(model, optimizer, verbose=False)
+    assert spec_of(model.lm_head.weight) is None
+    gpc.destroy()
+
+
+@pytest.mark.dist
+def test_an_optimizer_that_needs_whole_parameters_is_refused():
+    run_ranks(refuse_an_optimizer_of_wholes, 2)

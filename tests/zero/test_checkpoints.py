@@ -1,6 +1,8 @@
 """Optimizer states under ZeRO are saved whole, and loaded under another number of ranks or without ZeRO."""
 
 import copy
+import gc
+import weakref
 from pathlib import Path
 
 import pytest
@@ -103,6 +105,9 @@ def state_dicts(name: str, stage: int) -> None:
     assert [group["params"] for group in actual["param_groups"]] == [
         group["params"] for group in expected["param_groups"]
     ]
+    whole = weakref.ref(optimizer.state_dict()["state"][0][next(iter(expected["state"][0]))])
+    gc.collect()
+    assert whole() is None, "nothing holds whole states behind the call"
     train(booster, model, optimizer, range(2, 3))
     model.load_state_dict(plain.state_dict())
     optimizer.load_state_dict(actual)
@@ -160,6 +165,7 @@ def first_states(kind: type[Warm], stage: int, precision: str) -> None:
 def assert_same_states(found: dict[int, dict[str, Tensor]], wanted: dict[int, dict[str, Tensor]]) -> None:
     assert found.keys() == wanted.keys()
     for number, state in wanted.items():
+        assert found[number].keys() == state.keys(), "masters are not among the states"
         assert torch.equal(found[number]["momentum_buffer"], state["momentum_buffer"]), number
 
 
