@@ -30,18 +30,19 @@ class ChunkCache:
     """The chunks of a model on this rank.
 
     Args:
-        most_bytes: How many bytes of gathered chunks are held; one function's own may be more.
-        is_strict: Whether one function's own may not be more.
+        most_bytes: Limit of the bytes of gathered chunks; the chunks of one function can exceed it.
+        is_strict: Whether the chunks of one function must not exceed it.
 
     Attributes:
         chunks: All of them, in the order of initialization.
         most_bytes: As given.
-        tracer: The tracer, which records and plans iterations; None: the least recently used chunks go.
+        tracer: The tracer, which records and plans iterations; None: the least recently used chunks are
+            evicted.
         find_owner: Returns the applied data method; None if that has been freed.
-        present_bytes: Of all gathered memory that is alive now, including memory that others hold.
-        peak_bytes: The most of it so far.
-        num_gathers: How many chunks have been gathered so far.
-        num_blocks: How many blocks of `gathered` are open.
+        present_bytes: Bytes of all gathered memory that is alive, including memory referenced by others.
+        peak_bytes: Maximum of it so far.
+        num_gathers: Number of gathered chunks so far.
+        num_blocks: Number of open blocks of `gathered`.
         gathered_at: The chunks, by the storage of gathered memory that is alive.
         sections_at: The chunks, by the storage of their section.
     """
@@ -65,8 +66,8 @@ class ChunkCache:
 
         Args:
             chunk: The chunk.
-            home: Where its section goes.
-            states_home: Where its states will go.
+            home: Tier of its section.
+            states_home: Tier of its states.
 
         Raises:
             OSError: The disk has no room for it.
@@ -78,7 +79,7 @@ class ChunkCache:
         """Number the gathers of all chunks, which have been added; collective over the job's store.
 
         Args:
-            patience: Seconds that a gather waits until all ranks are asked where they are.
+            patience: Seconds that a gather waits until the reports of all ranks are requested.
         """
         self._positions = GatherPositions(self.chunks, patience=patience)
 
@@ -117,7 +118,7 @@ class ChunkCache:
             self.tracer.begin_forward(inputs)
 
     def end_forward(self) -> None:
-        """End what `begin_forward` has begun."""
+        """End `begin_forward`."""
         self._is_evaluating = False
         if self.tracer is not None:
             self.tracer.end_forward()
@@ -228,7 +229,7 @@ class ChunkCache:
             chunk.num_uses += 1
 
     def release(self, chunks: Sequence[Chunk]) -> None:
-        """End what `hold` has begun."""
+        """End `hold`."""
         for chunk in chunks:
             chunk.num_uses -= 1
 
@@ -260,9 +261,9 @@ class ChunkCache:
 
     @contextmanager
     def gathered(self, chunks: Sequence[Chunk] | None = None) -> Iterator[None]:
-        """Within the block, values can be read and written; what any rank has written, all have then.
+        """Context in which values can be read and written; writes of any rank are then sent to all.
 
-        All ranks enter and leave. Where several have written into a chunk, those of the lowest one count.
+        All ranks enter and leave. If several have written to a chunk, the values of the lowest one count.
 
         Args:
             chunks: Those to gather; default: all.
@@ -320,13 +321,13 @@ class ChunkCache:
 
     @staticmethod
     def _forget_storage(find: "weakref.ref[ChunkCache]", key: int, size: int) -> None:
-        """Note that gathered memory has gone; weakly, since finalizers hold what they call."""
+        """Record that gathered memory was freed; weakly, since finalizers hold their arguments."""
         if (living := find()) is not None:
             del living.gathered_at[key]
             living.present_bytes -= size
 
     def _make_room(self, num_bytes: int, needed: Collection[Chunk]) -> None:
-        """Let go of chunks that nobody uses, the least recently used first, until there is room."""
+        """Evict unused chunks, the least recently used first, until there is room."""
         held = sum(chunk.num_bytes for chunk in (*self._present, *self._coming) if chunk.is_apart)
         for chunk in list(self._present):
             if held + num_bytes <= self.most_bytes:
@@ -392,7 +393,7 @@ class ChunkCache:
         self._present.pop(chunk, None)
 
     def share_writes(self, chunks: Iterable[Chunk] | None = None) -> None:
-        """Copy what one rank has written in blocks of `gathered` to all ranks; collective.
+        """Copy writes of one rank in blocks of `gathered` to all ranks; collective.
 
         Args:
             chunks: The chunks; default: those of the blocks that are open.
@@ -414,7 +415,7 @@ class ChunkCache:
                 if chunk.is_cut:
                     dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
                     chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
-                    chunk.take_write()  # what came from the other rank is no write of this one
+                    chunk.take_write()  # values received from another rank do not count as a write
                 chunk.num_writes += 1
 
 

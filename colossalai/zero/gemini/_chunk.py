@@ -1,18 +1,18 @@
 """Chunks: flat pieces of memory that hold consecutive parameters, each cut over the ranks that share them.
 
 [Note: the life of a chunk]
-Of a chunk a rank always has its section. The whole is gathered before a function uses one of its parameters,
-and let go of when room is needed, when all gradients of a backward have come, and after a step, as it is out
-of date then. `ChunkState` says of the whole:
+A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters,
+and freed when room is needed, when all gradients of a backward have arrived, and after a step, which makes it
+out of date. `ChunkState` is the state of the whole:
 
-| state | the whole | what may come |
+| state | the whole | next |
 | --- | --- | --- |
-| FREE | is not there | it is gathered: HOLD |
-| HOLD | is there, no function uses it | a use, the last gradient, or it is freed |
+| FREE | is not gathered | it is gathered: HOLD |
+| HOLD | is gathered, no function uses it | a use, the last gradient, or it is freed |
 | COMPUTE | a function uses it | the end of the use |
-| READY_FOR_REDUCE | is there; all gradients have come | it is freed, or a use of the next forward |
+| READY_FOR_REDUCE | is gathered; all gradients have arrived | it is freed, or a use of the next forward |
 
-Where a chunk's section lies (device, host or disk) is another matter, see `_tiers.py`.
+The tier of a chunk's section (device, host or disk) is independent of it, see `_tiers.py`.
 """
 
 import time
@@ -34,14 +34,14 @@ from colossalai.zero.gemini.planning import Home
 
 
 class ChunkState(Enum):
-    """What is done with the whole of a chunk at the moment; see [Note: the life of a chunk]."""
+    """State of the whole of a chunk; see [Note: the life of a chunk]."""
 
     FREE = "free"
     COMPUTE = "compute"
     HOLD = "hold"
     READY_FOR_REDUCE = "ready for reduce"
 
-    __hash__ = object.__hash__  # that of `Enum` is a function in Python, and every use asks for it twice
+    __hash__ = object.__hash__  # `Enum`'s is a Python function, and every use calls it twice
 
 
 _FREE, _COMPUTE, _HOLD = ChunkState.FREE, ChunkState.COMPUTE, ChunkState.HOLD
@@ -60,26 +60,26 @@ class Chunk:
 
     Args:
         number: Its place in the order of initialization.
-        layout: Where its parameters lie in it, and which section is whose.
+        layout: Offsets of its parameters, and the sections of ranks.
         names: The names of its parameters.
         section: This rank's part of the values, flat, on the compute device.
-        master: That in float32, if its parameters have masters.
-        tiers: Where it may go.
+        master: The section in float32, if its parameters have masters.
+        tiers: Its possible tiers.
 
     Attributes:
         number: As given.
         layout: As given.
         names: As given.
-        section: As given; where it lies now.
+        section: As given, in its present tier.
         master: As given, until optimizers have taken it.
-        device: Where it is computed with.
+        device: Its compute device.
         tiers: As given.
         home: The tier of the section.
-        states_home: That of what an optimizer has for it: mean gradients, masters, states.
-        whole: All values, as long as they are there.
-        state: Of the whole.
-        num_uses: How many functions, and blocks that gather it, need it now.
-        num_writes: How often it was written by others than optimizers; its section has the values.
+        states_home: The tier of mean gradients, masters and states.
+        whole: All values, while they are gathered.
+        state: State of the whole.
+        num_uses: Number of functions, and of blocks that gather it, that need it now.
+        num_writes: Number of writes except by optimizers; its section has the values.
         views: The values of parameters as views of `whole`, which callers do not pass on; by their number.
     """
 
@@ -106,7 +106,7 @@ class Chunk:
         self.num_uses = self.num_writes = 0
         self.names = names
         self._mean_on_disk: torch.Tensor | None = None
-        self._version = 0  # of `whole`, when it was last known to be what the sections say
+        self._version = 0  # version of `whole` when it last agreed with the sections
         self.views: dict[int, torch.Tensor] = {}
 
     @property
@@ -125,7 +125,7 @@ class Chunk:
         return self.is_cut or self.home is not Home.COMPUTE
 
     def place(self, home: Home, states_home: Home) -> None:
-        """Let the section go to a tier, and know that of the states.
+        """Move the section to a tier, and set the tier of the states.
 
         Raises:
             OSError: The disk has no room for it.
@@ -137,7 +137,7 @@ class Chunk:
         self.home, self.states_home = home, states_home
 
     def write_section(self) -> None:
-        """Let the section have what was written into the whole; one rank has all of it."""
+        """Copy writes to the whole into the section; one rank has all of it."""
         assert self.whole is not None, f"chunk {self.number} is not present"
         self.section.copy_(self.whole)
         self.tiers.give_back([self.section])
@@ -155,7 +155,7 @@ class Chunk:
         return self._mean_on_disk
 
     def fragment(self, index: int) -> torch.Tensor:
-        """Return this rank's part of the values of a parameter, flat, where it lies now."""
+        """Return this rank's part of the values of a parameter, flat, in its present tier."""
         begin, end = self.layout.place(index, self.layout.axis.rank)
         return self.section[begin:end]
 
@@ -194,7 +194,7 @@ class Chunk:
         self.move(ChunkState.HOLD)
 
     def free(self) -> None:
-        """Let go of the whole; its memory is returned when nobody else refers to it."""
+        """Free the whole; its memory is returned when no other reference remains."""
         self.move(ChunkState.FREE)
         self.whole = None
         self.views.clear()
@@ -225,11 +225,11 @@ class Chunk:
 
     @property
     def is_written(self) -> bool:
-        """Whether somebody has written into the whole since it was gathered, or a write was taken."""
+        """Whether the whole was written since it was gathered, or since `take_write`."""
         return self.whole is not None and self.whole._version != self._version
 
     def take_write(self) -> bool:
-        """Return whether somebody has written into the whole since it was gathered, or this was asked."""
+        """Return whether the whole was written since it was gathered, or since the last call."""
         was_written = self.is_written
         if self.whole is not None:
             self._version = self.whole._version
@@ -237,7 +237,7 @@ class Chunk:
 
 
 class ChunkKind(NamedTuple):
-    """What the parameters of a chunk have in common, when they have come."""
+    """Common properties of the parameters of a chunk."""
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -259,12 +259,12 @@ def lay_out_chunks(
     sizes: ChunkSizes,
     filters_outliers: bool,
 ) -> dict[FlatBucket, ChunkKind]:
-    """Lay parameters out in chunks, in the order of initialization; say what the search has found.
+    """Lay parameters out in chunks, in the order of initialization; log the result of the search.
 
     Args:
         params: The parameters; they need no values yet.
         parts: The parts of the model whose gradients are complete together.
-        arriving: What they will be.
+        arriving: Their future values.
         replicas: The ranks that see different parts of the batch.
         sizes: The sizes that are tried.
         filters_outliers: Whether parameters that are outliers in size have chunks of their own.

@@ -1,4 +1,4 @@
-"""Hooks: where torch uses parameters whose values lie in chunks, and saves views of them for the backward.
+"""Hooks: detection of uses of parameters in chunks, and of their views saved for the backward.
 
 [Note: how a use is seen]
 A parameter of a model under Gemini becomes a `ChunkedParameter`: the same object, of another class, with one
@@ -11,9 +11,9 @@ function raises an error with the parameter's name outside of a use.
 The class is changed in place (`__class__`), since others hold the parameter: optimizers, tied modules, lists
 such as that of `nn.LSTM`, hooks. A new object would leave them with the old one.
 
-[Note: what autograd saves]
+[Note: saved views]
 Views that autograd saves for the backward would keep their chunk's memory. `saved_tensors_hooks` recognize
-them by their storage, keep where in the chunk they are, and fetch the chunk again when the backward needs it.
+them by their storage, keep their offset in the chunk, and fetch the chunk again when the backward needs it.
 A tensor that other hooks have saved (torch's checkpoint has hooks of its own, inside these) keeps its memory,
 and counts as long as it does.
 """
@@ -96,7 +96,7 @@ class _Loaded:
 
 
 class ModelHooks:
-    """The hooks of a model in chunks: of its modules, of its parameters, and of what autograd saves.
+    """The hooks of a model in chunks: of its modules, of its parameters, and of saved tensors.
 
     Args:
         cache: The chunks.
@@ -110,7 +110,7 @@ class ModelHooks:
     def __init__(self, cache: ChunkCache) -> None:
         self.cache = cache
         self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
-        self._by_placeholder: dict[int, ParamHandle] = {}  # by the storage of what parameters have for memory
+        self._by_placeholder: dict[int, ParamHandle] = {}  # by the storage of the placeholder
         self._depth = 0  # of forwards, one in the other
         self._has_saved_hooks = False
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -141,14 +141,14 @@ class ModelHooks:
         if self._depth > 1:
             return
         refuse_transformations("a forward of a model in chunks")  # `leave` is called in any case
-        # Not in a recomputation: torch's checkpoint counts what is saved in it, by hooks of its own.
+        # Not in a recomputation: torch's checkpoint counts the saved tensors in it, by hooks of its own.
         if not _is_in_backward():
             self._saved_hooks.__enter__()
             self._has_saved_hooks = True
             self.cache.begin_forward((args, kwargs), is_training=torch.is_grad_enabled())
 
     def leave(self, *_: Any) -> None:
-        """End what `enter` has begun."""
+        """End `enter`."""
         self._depth -= 1
         if self._depth == 0 and self._has_saved_hooks:
             self._saved_hooks.__exit__()
@@ -167,7 +167,7 @@ class ModelHooks:
         return None
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedView":
-        """Return where a saved tensor is in its chunk, or itself; see [Note: what autograd saves]."""
+        """Return the offset of a saved tensor in its chunk, or itself; see [Note: saved views]."""
         if tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()._cdata
@@ -335,7 +335,7 @@ def _note_writes(params: Iterable[ChunkedParameter], versions: Iterable[int]) ->
 def _params_among(*nests: Iterable[Any]) -> Iterator[ChunkedParameter]:
     for nest in nests:
         for value in nest:
-            kind = type(value)  # `isinstance` asks the metaclass of `Parameter`, at several times the cost
+            kind = type(value)  # `isinstance` calls the metaclass of `Parameter`, at several times the cost
             if kind is ChunkedParameter:
                 yield value
             elif kind is list or kind is tuple:

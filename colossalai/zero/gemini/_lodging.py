@@ -1,7 +1,7 @@
-"""Where the chunks of a model lie, and the plan of who is present: a policy, with the sizes of one model.
+"""Placement of the chunks of a model, and the plan of evictions: a policy with the sizes of one model.
 
-All ranks that share chunks have the same plan, as it decides which collectives come when. So what is measured
-here (bytes beside chunks, of states, free on disk) is put together from all of them before it is used.
+All ranks that share chunks have the same plan, since it determines the order of collectives. So measurements
+(bytes of other data, of states, free on disk) are combined over all of them before they are used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,12 +35,12 @@ def assumed_state_bytes(dtype: torch.dtype) -> int:
 
 
 class Lodging:
-    """The homes of chunks.
+    """The tiers of chunks.
 
     Args:
         dtypes: The chunks, in the order of initialization, and the dtype of each.
         policy: The policy.
-        tiers: Where chunks may lie.
+        tiers: Possible tiers of chunks.
         replicas: The ranks that plan together.
 
     Attributes:
@@ -77,29 +77,29 @@ class Lodging:
 
     @property
     def memory_budget(self) -> int | None:
-        """Bytes of the compute tier for all there is; None: no bound is known or asked for."""
+        """Bytes of the compute tier for all data; None: there is no known or requested bound."""
         bound = (
             self._bounds[Home.COMPUTE] if self._policy.memory_budget is None else self._policy.memory_budget
         )
         return bound if self.is_bounded else None
 
     def set_state_margin(self, ratio: float) -> None:
-        """Let states have a part of what sections leave of the compute tier, from the next plan on."""
+        """Assign a part of the compute tier that sections leave to states, from the next plan on."""
         self._policy = replace(self._policy, gpu_margin_mem_ratio=ratio)
 
     def homes_of(self, number: int) -> tuple[Home, Home]:
-        """Return the home of a chunk's section, and that of its states."""
+        """Return the tiers of a chunk's section and of its states."""
         section, states = self._placement.sections[number], self._placement.states[number]
         is_trained = self._layouts[number].params[0].requires_grad
         has_master = self._item_sizes[number] < _WIDE
         if is_trained and not has_master and Home.HOST in (section, states) and section is not states:
-            section = states  # the optimizer updates the section itself, so both lie on one device
+            section = states  # the optimizer updates the section itself, so both are on one device
         return section, states
 
     def plan(
         self, trace: Trace, state_bytes: Mapping[FlatBucket, float], names: Sequence[Sequence[str]]
     ) -> ResidencePlan:
-        """Choose homes anew from a trace, and plan who is present when; collective.
+        """Choose tiers again from a trace, and plan the evictions; collective.
 
         Args:
             trace: The iteration of this rank.
@@ -107,8 +107,8 @@ class Lodging:
             names: The names of the parameters of each chunk.
 
         Raises:
-            ValueError: A function and what is there beside it take more than the budget; or ranks have used
-                chunks in different orders. The plan before stays.
+            ValueError: A function and the other data exceed the budget; or ranks have used chunks in
+                different orders. The earlier plan is kept.
         """
         per_element = [state_bytes.get(layout, 0.0) for layout in self._layouts]
         held = [sorted(beside) for beside in trace.held]
@@ -147,9 +147,9 @@ class Lodging:
         return max(self._data.two_chunks, budget - beside)
 
     def _budget(self, trace: Trace | None) -> int | None:
-        """Return the bytes for chunks that are present, and with a trace what is beside them; None: no bound.
+        """Return the bytes for present chunks, and with a trace for other data; None: no bound.
 
-        Without `memory_budget` two chunks are present, which is what stage 3 promises.
+        Without `memory_budget` two chunks are present, as stage 3 promises.
         """
         return self._budget_of(self._placement, self._data, trace)
 

@@ -6,8 +6,8 @@ states (masters included):
 
     (p + g + s) Psi / n,  plus at most two gathered chunks and two full gradients of chunks
 
-Under float32 masters means are float32, so g is 4. Of the two gradients one is averaged and one is filled; a
-16-bit one that is averaged has receive buffers of (n-1)/n of its size, and a sum in float32.
+Under float32 masters means are float32, so g is 4. One of the two gradients is being averaged and one is
+being filled; a 16-bit one in the average has receive buffers of (n-1)/n of its size, and a sum in float32.
 
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
@@ -62,19 +62,20 @@ class InChunks(DataMethod):
     Attributes:
         sizes: The sizes of chunks that are tried.
         filters_outliers: Whether parameters that are outliers in size have chunks of their own.
-        placement_policy: Where sections and optimizer states lie; one of the names in `PLACEMENT_POLICIES`.
+        placement_policy: Placement of sections and optimizer states; one of the names in
+            `PLACEMENT_POLICIES`.
         memory_budget: Bytes that model data and the rest may take on the compute device; None: no bound.
         host_budget: Bytes that model data may take in host memory; None: no bound.
         warmup_ratio: The part of the budget that model data has in the first iteration.
-        gpu_margin_mem_ratio: The part of what the device has left that optimizer states take.
-        offload_dir: A folder for what lies on disk.
+        gpu_margin_mem_ratio: The part of the device's remaining memory for optimizer states.
+        offload_dir: Folder of the disk tier.
         pin_memory: Whether sections in host memory are pinned; no effect without an accelerator.
-        whole_modules: Names of modules, or classes, that all ranks gather at their entry: what happens in
-            them may differ between ranks.
+        whole_modules: Names of modules, or classes, that all ranks gather at their entry, since ranks can
+            differ inside.
         is_strict: Whether parameters that tensor parallelism has cut are refused.
         keeps_grads: Whether the gradients of several backwards add up whole, and are averaged in the last
             one, as with stage 1: in a pipeline, whose microbatches leave no time to average each.
-        patience: Seconds that a gather waits until all ranks are asked where they are.
+        patience: Seconds that a gather waits until the reports of all ranks are requested.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
@@ -139,7 +140,7 @@ class InChunks(DataMethod):
         return not self.keeps_grads
 
     def allows_float32_grads(self, replicas: Axis) -> bool:
-        """See the base class: they have the size of the parameters, which is what memory is reckoned with."""
+        """See the base class: they have the size of the parameters, as the memory formulas assume."""
         return False
 
     def check(
@@ -169,8 +170,8 @@ class InChunks(DataMethod):
         """Refuse an optimizer that cannot have sections, or whose states two mechanisms would put on disk.
 
         Raises:
-            ValueError: `optimizer` clips by a norm of its own or treats all parameters as one vector, or its
-                states go to disk by itself, and elsewhere by an option here.
+            ValueError: `optimizer` clips by a norm of its own or treats all parameters as one vector, or puts
+                its states on disk itself while an option here also offloads them.
         """
         refuse_cut_parameters(optimizer)
         if replicas.size > 1:
@@ -212,13 +213,13 @@ class InChunks(DataMethod):
 
 @final
 class AppliedChunks(AppliedDataMethod):
-    """A module whose parameters lie in chunks.
+    """A module whose parameters are in chunks.
 
     Args:
         module: The module itself.
         options: The options.
         replicas: The replicas.
-        tiers: Where chunks may lie.
+        tiers: Possible tiers of chunks.
         arriving: The parameters.
     """
 
@@ -261,7 +262,7 @@ class AppliedChunks(AppliedDataMethod):
             self.hooks.add(chunk, names)
             self.cache.add(chunk, *self._lodging.homes_of(number))
             if self._lodging.is_bounded:
-                tiers.give_back_freed()  # what its parameters have left
+                tiers.give_back_freed()  # memory of its former parameters
         arriving.end()
         self.cache.start_gathers(patience=options.patience)
         if self._lodging.is_bounded:
@@ -297,7 +298,7 @@ class AppliedChunks(AppliedDataMethod):
         self._trace: Trace | None = None  # that was recorded, until it is planned from
 
     def set_state_margin(self, ratio: float) -> None:
-        """Let states have a part of what the device has left, from the next plan on.
+        """Assign a part of the device's remaining memory to states, from the next plan on.
 
         Raises:
             ValueError: An optimizer keeps its states on disk itself.
@@ -360,7 +361,7 @@ class AppliedChunks(AppliedDataMethod):
         return set().union(*(held for other, held in self._held.items() if other is not optimizer))
 
     def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
-        """See the base class; what shares a chunk with one of `params` comes with it."""
+        """See the base class; parameters in a chunk with one of `params` are gathered, too."""
         if params is None:
             return self.cache.gathered()
         wanted = {handle_of(param).chunk for param in params}
@@ -373,7 +374,7 @@ class AppliedChunks(AppliedDataMethod):
     def load_state_dict(
         self, raw: nn.Module, content: Mapping[str, Any], *, strict: bool = True, assign: bool = False
     ) -> Any:
-        """See the base class; nothing is gathered, as each rank takes what belongs to its sections."""
+        """See the base class; nothing is gathered, since each rank copies the values of its sections."""
         if assign:
             raise ValueError(
                 "assign=True puts new parameters into the model, and those it has lie in chunks: leave it out"
@@ -386,7 +387,7 @@ class AppliedChunks(AppliedDataMethod):
         return self._lodging.memory_budget
 
     def contents(self) -> list[ChunkContents]:
-        """Return what this rank has of each chunk now."""
+        """Return the present sizes of this rank's data of each chunk."""
         return contents_of(self.cache.chunks, self._reducer, self._shards)
 
     def set_timeline(self, timeline: ChunkTimeline | None) -> None:

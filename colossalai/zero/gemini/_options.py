@@ -1,4 +1,4 @@
-"""The options of Gemini as the documents name them, for every door: what they mean, and which are refused."""
+"""Documented options of Gemini, for every interface, with their checks."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -25,7 +25,7 @@ _SCALER = (
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiOptions:
-    """What users may choose; see `GeminiPlugin` for what each means."""
+    """Options of users; see `GeminiPlugin` for their meaning."""
 
     device: torch.device | str | int | None = None
     placement_policy: str = "cpu"
@@ -75,7 +75,7 @@ class GeminiOptions:
 
     def method(self, *, in_pipeline: bool = False) -> "InChunks":
         """Return the data method, for a whole model or for the stages of a pipeline."""
-        # Here, so that doors and config may name the options without what carries them out (20 modules).
+        # Here, so that plugins and config can use the options without importing the method (20 modules).
         from colossalai.zero.gemini._method import InChunks
         from colossalai.zero.gemini._whole_modules import check_choices
 
@@ -94,7 +94,7 @@ class GeminiOptions:
         )
 
     def make_precision(self) -> Precision:
-        """Return the precision; options of the loss scale that have no effect are said once."""
+        """Return the precision; options of the loss scale without effect are logged once."""
         if self.precision == "fp16":
             return NaiveFP16(**{name: getattr(self, name) for name in _SCALER})
         defaults = {field.name: field.default for field in fields(self)}

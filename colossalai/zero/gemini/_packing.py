@@ -1,9 +1,9 @@
 """Packing: parameters, in the order of their initialization, in chunks of one size.
 
-A chunk holds parameters one behind the other and is cut into sections of equal length, one for each rank. All
-chunks that several parameters share have one size, so that the memory of one serves for another; what stays
-empty at their ends is waste. A layout is counted in elements and is the same in every dtype; nothing here has
-memory or knows a process group.
+A chunk holds parameters one after the other and is cut into sections of equal length, one for each rank. All
+chunks shared by several parameters have one size, so that the memory of one can be used for another; the
+empty rest at their ends is waste. A layout is counted in elements and is the same in every dtype; nothing
+here has memory or a process group.
 """
 
 from collections.abc import Collection, Sequence
@@ -12,13 +12,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class ChunkLayout:
-    """Where some parameters lie in one chunk.
+    """Offsets of parameters in one chunk.
 
     Attributes:
-        params: Which parameters, by position in the sequence that was packed, in the order in which they lie.
-        starts: Where each begins, in elements.
+        params: Positions of the parameters in the packed sequence, in the order of their offsets.
+        starts: Offset of each parameter, in elements.
         size: Number of elements of the chunk, a multiple of the number of ranks.
-        num_used: Number of elements that parameters take; the rest stands at the end.
+        num_used: Number of elements of parameters; the rest at the end is padding.
     """
 
     params: tuple[int, ...]
@@ -63,7 +63,7 @@ def pack(
         numels: Number of elements of each parameter, in the order of initialization.
         chunk_size: Number of elements of a chunk, a multiple of `num_ranks`.
         num_ranks: Number of ranks over which each chunk is cut.
-        alone: Positions of parameters that have a chunk of their own, whatever their size.
+        alone: Positions of parameters that have a chunk of their own, at any size.
 
     Raises:
         ValueError: `chunk_size` is not a positive multiple of `num_ranks`, or one of `numels` is negative.

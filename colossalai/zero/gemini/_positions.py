@@ -1,21 +1,22 @@
-"""Positions: where this rank is in the order of gathers, which must be the same on all ranks of an axis.
+"""Positions of this rank in the order of gathers, which must be the same on all ranks of an axis.
 
 A gather is a collective at the place where a module uses a parameter. A rank that runs a forward more, or
 uses modules in another order, would wait for ever, or, since chunks have one size, take another chunk's
 values for this one's.
 
 [Note: two gathers are never taken for each other]
-Each gather has a *stamp*: which chunk it is of, among those of all models along the axis, how often the
-sections of that were written, and how many gathers the model has had. Messages carry it as their tag, so only
-those of one stamp meet, and none of gradients. Collectives through shared memory have it in the header that
-ranks compare anyway. NCCL knows no tags: there one byte over the group's other library has it, beside the
-data. Nothing is sent for the stamp where ranks compute on CPU.
+Each gather has a *stamp*: the number of its chunk among those of all models along the axis, the number of
+writes to its sections, and the number of gathers of the model. It is the tag of messages, so only those of
+one stamp are matched, and none of gradients. Collectives through shared memory have it in the header that
+ranks compare
+anyway. NCCL has no tags: there one additional byte over the group's other library carries it. On CPU nothing
+is sent for the stamp.
 
 A tag has room for 30 bits, so counts go round in it. Ranks whose gathers have met up to now have had as many
 of them, and differ by little in how often they have written since.
 
 So ranks that differ wait, or have an error at once where they share memory. A gather is a `meeting` for the
-watchdog, with a patience: see `deadlock` in `monitor`, which says where each of them is.
+watchdog, with a patience: see `deadlock` in `monitor`, which reports the position of each.
 """
 
 from collections import Counter
@@ -47,7 +48,7 @@ class _Line:
 
     Attributes:
         channel: Its name, the same on all ranks of the axis.
-        number: How many there were.
+        number: Their number so far.
     """
 
     channel: str
@@ -55,11 +56,11 @@ class _Line:
 
 
 class GatherPositions:
-    """Where this rank is in the order of gathers of a model; all ranks make theirs in the same order.
+    """Position of this rank in the order of gathers of a model, which is the same on all ranks.
 
     Args:
-        chunks: Those of the model.
-        patience: Seconds that a gather waits until all ranks are asked where they are.
+        chunks: The chunks of the model.
+        patience: Seconds that a gather waits until the reports of all ranks are requested.
     """
 
     def __init__(self, chunks: Sequence[Chunk], *, patience: float = PATIENCE_S) -> None:
@@ -83,11 +84,11 @@ class GatherPositions:
         self._num_writes[chunk] += 1
 
     def start(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], None]:
-        """Begin to gather a chunk, in the order of all ranks; return what waits for the end. Collective.
+        """Start to gather a chunk, in the order of all ranks; return the wait for its end. Collective.
 
         Args:
             whole: For all values; this rank's section is in place.
-            chunk: One that is cut.
+            chunk: A chunk that is cut.
         """
         axis = chunk.layout.axis
         line = self._lines[axis]
@@ -119,7 +120,7 @@ class GatherPositions:
 
 @contextmanager
 def _at(item: meeting) -> Iterator[None]:
-    """Be in a meeting; an error says which one it was."""
+    """Enter a meeting, which an error names."""
     try:
         with item:
             yield

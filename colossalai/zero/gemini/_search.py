@@ -38,8 +38,8 @@ class ChunkGroup:
     """The chunks of parameters of one kind.
 
     Attributes:
-        key: What the parameters have in common.
-        packing: The chunks; the positions are those among all parameters, of whatever group.
+        key: Common properties of the parameters.
+        packing: The chunks; positions count the parameters of all groups.
     """
 
     key: Hashable
@@ -47,7 +47,7 @@ class ChunkGroup:
 
 
 class ParameterKind(NamedTuple):
-    """What parameters of one group have in common when `search_chunk_configuration` makes the groups.
+    """Common properties of the parameters of a group of `search_chunk_configuration`.
 
     Attributes:
         dtype: The dtype.
@@ -69,7 +69,7 @@ class ChunkSizes:
 
     Attributes:
         least: The smallest size.
-        extent: How far above `least` sizes are tried.
+        extent: Difference between the largest and the smallest size.
         interval: The step.
     """
 
@@ -94,8 +94,8 @@ class ChunkSizes:
         """Make a range from the documented arguments; see `search_chunk_configuration`.
 
         Raises:
-            ValueError: `search_range_mb` is not a number of 0 or more, `min_chunk_size_mb` is not one that
-                makes a chunk of 1 element or more, or `search_interval_byte` not an integer of 1 or more.
+            ValueError: `search_range_mb` is not a number of 0 or more, `min_chunk_size_mb` is less than
+                1 element, or `search_interval_byte` not an integer of 1 or more.
         """
         unit = "in MB of 2**20 elements; fractions are allowed"
         if not _is_finite(search_range_mb) or search_range_mb < 0:
@@ -116,7 +116,7 @@ class ChunkSizes:
 
     @property
     def num_candidates(self) -> int:
-        """How many sizes there are to try."""
+        """Number of sizes to try."""
         return max(1, (self.least + self.extent) // self.interval - self._first_multiple + 1)
 
     def candidates(self, num_ranks: int, first: int = 0, last: int | None = None) -> Numels:
@@ -134,7 +134,7 @@ class ChunkSizes:
 
     @property
     def _first_multiple(self) -> int:
-        """How often the interval goes into the first candidate."""
+        """The first candidate, in intervals."""
         return -(-self.least // self.interval)
 
 
@@ -153,8 +153,8 @@ def search(
         num_ranks: Number of ranks over which each chunk is cut.
         filters_outliers: Parameters that are outliers have chunks of their own and no part in the choice.
             An outlier is larger than the least size, and larger than the mean of the group by more than
-            three standard deviations: an embedding of a vocabulary, beside which the layers would otherwise
-            have chunks as large as that.
+            three standard deviations: an embedding of a vocabulary, which would otherwise
+            determine the chunk size of the layers.
 
     Raises:
         ValueError: `num_ranks` is below 1, or one of `numels` is negative.
@@ -232,9 +232,9 @@ def search_chunk_configuration(
     parameters has one size for each kind (`ParameterKind`).
 
     Args:
-        model: The model; a parameter that stands at several places counts once.
-        search_range_mb: How far above `min_chunk_size_mb` sizes are tried, in MB of 2**20 elements.
-        search_interval_byte: The step between sizes, in elements, whatever the documented name says: the
+        model: The model; a parameter used at several places counts once.
+        search_range_mb: Range of sizes above `min_chunk_size_mb`, in MB of 2**20 elements.
+        search_interval_byte: The step between sizes, in elements in spite of the documented name: the
             hidden size of the model, or any number that divides the sizes of its matrices.
         min_chunk_size_mb: The least size, in MB of 2**20 elements; a group that is smaller has one
             chunk, just large enough.
@@ -284,9 +284,9 @@ def log_search(seconds: float, num_used: int, num_wasted: int) -> None:
     """Log, on rank 0, the documented three lines about a search.
 
     Args:
-        seconds: How long it took.
+        seconds: Its duration.
         num_used: Number of elements that parameters take.
-        num_wasted: Number of elements of chunks that stay empty; its share is that of all elements of chunks.
+        num_wasted: Number of elements of chunks that stay empty; the share refers to all elements of chunks.
     """
     share = num_wasted / max(num_used + num_wasted, 1)
     logger = get_dist_logger()
@@ -335,13 +335,13 @@ def _worth_trying(numels: Numels, candidates: Numels) -> Numels:
 def _num_chunks(numels: Numels, sizes: Numels) -> Numels:
     """Return how many chunks of each of ascending sizes hold parameters that all fit.
 
-    All sizes go on by one chunk at a time. A larger one never lies behind: so those that are done stand at
-    the end, and the places that are looked up ascend, which is quick.
+    All sizes advance by one chunk at a time. A larger size is never behind: so finished ones are at the end,
+    and the searched positions ascend, which is fast.
     """
     if not len(numels):
         return np.zeros(len(sizes), dtype=np.int64)
     borders = np.concatenate(([0], np.cumsum(numels)))
-    begins = np.zeros(len(sizes), dtype=np.int64)  # where the next chunk begins, for sizes that are not done
+    begins = np.zeros(len(sizes), dtype=np.int64)  # start of the next chunk, for unfinished sizes
     counts = np.empty(len(sizes), dtype=np.int64)
     number = 0
     while len(begins):

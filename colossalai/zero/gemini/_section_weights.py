@@ -1,12 +1,12 @@
 """The weights of chunks, as optimizers update them: in this rank's section, or whole, by an owner.
 
 [Note: whole parameters of chunks]
-Chunks are cut anywhere, and some optimizers need whole parameters. Of those that one of them has, most lie in
-one section: that rank updates them in place. The others, at most one fewer than there are ranks in a chunk,
-are dealt out to owners. Before a step the owner gets the pieces of the mean gradient from the ranks in whose
-sections they are, and sends back the pieces of what it has updated. Between steps it keeps its own copy (the
-master, where there is one anyway) and the states; gradients that have been moved add up there.
-So the layout of chunks, the gathers and the averaging know nothing of optimizers, which may come later.
+Chunks are cut anywhere, and some optimizers need whole parameters. Most of their parameters are in
+one section: that rank updates them in place. The others, fewer per chunk than its ranks, are assigned to
+owners. Before a step the owner gets the pieces of the mean gradient from the ranks of their sections, and
+sends back the pieces of the updated values. Between steps it keeps its own copy (the master, if there is one)
+and the states; moved gradients add up there. So the layout of chunks, the gathers and the averaging are
+independent of optimizers, which can be created later.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,7 +28,7 @@ from colossalai.zero.gemini.planning import Home
 def deal_out_cut_params(
     layouts: Sequence[FlatBucket], held: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, int]:
-    """Return an owner for each parameter that lies in several sections, a position among the ranks.
+    """Return an owner for each parameter in several sections, as a position among the ranks.
 
     The largest first, each to the rank that updates the fewest elements so far.
 
@@ -68,10 +68,10 @@ def weights_in(
 
     Args:
         chunk: The chunk.
-        cache: Where it is present.
+        cache: Its cache.
         held: The parameters of the optimizer.
-        owners: Which of the ranks that hold it gets a parameter as a whole, for those that are cut.
-        keeps_shapes: Whether what lies in one section keeps its shape.
+        owners: The owner of each cut parameter among its ranks.
+        keeps_shapes: Whether a parameter in one section keeps its shape.
     """
     params = chunk.layout.params
     here = [index for index, param in enumerate(params) if param in held and param not in owners]
@@ -86,11 +86,11 @@ def weights_in(
 
 
 class _OfChunk(BucketWeights):
-    """Abstract: what the weights of a chunk know of it, wherever they are updated.
+    """Abstract base of the weights of a chunk.
 
     Args:
         chunk: The chunk.
-        cache: Where it is present.
+        cache: Its cache.
         bucket: The layout by which it is updated.
         options: See the base class.
     """
@@ -126,7 +126,7 @@ class _OfChunk(BucketWeights):
         return {self.bucket.params[index] for index in self.held} if num_writes > before else set()
 
     def start_publishing(self) -> Callable[[], object]:
-        """See the base class: who needs the values gathers them."""
+        """See the base class: values are gathered when they are needed."""
         self._num_writes = self._chunk.num_writes
         self._cache.renew(self._chunk)
         return lambda: None
@@ -134,13 +134,13 @@ class _OfChunk(BucketWeights):
 
 @final
 class SectionWeights(_OfChunk):
-    """The weights of parameters of a chunk of which a rank updates what lies in its section.
+    """The weights of parameters of a chunk that ranks update in their sections.
 
     Args:
         chunk: The chunk.
-        cache: Where it is present.
+        cache: Its cache.
         held: The numbers of the parameters in the chunk.
-        keeps_shapes: Whether what is a whole parameter has its shape.
+        keeps_shapes: Whether a whole parameter has its shape.
     """
 
     def __init__(self, chunk: Chunk, cache: ChunkCache, *, held: Sequence[int], keeps_shapes: bool) -> None:
@@ -162,13 +162,13 @@ class SectionWeights(_OfChunk):
 
 @final
 class OwnedWeights(_OfChunk):
-    """The weights of parameters of a chunk that lie in several sections, each updated whole by its owner.
+    """The weights of parameters of a chunk in several sections, each updated whole by its owner.
 
     See [Note: whole parameters of chunks].
 
     Args:
         chunk: The chunk.
-        cache: Where it is present.
+        cache: Its cache.
         bucket: The layout by owners.
     """
 
@@ -180,8 +180,10 @@ class OwnedWeights(_OfChunk):
         layout, ranks = chunk.layout, range(bucket.axis.size)
         numbers = {param: number for number, param in enumerate(layout.params)}
         owners_of = [_ranks_with(bucket, index)[0] for index in range(len(bucket.params))]
-        self._in_section: list[tuple[int, int]] = []  # pieces that this rank's section has, by owner
-        self._in_own: list[tuple[int, int]] = []  # pieces of what this rank owns, by where they lie
+        self._in_section: list[tuple[int, int]] = []  # pieces in this rank's section, by owner
+        self._in_own: list[
+            tuple[int, int]
+        ] = []  # pieces of the owned parameters, by the rank of their section
         self._to_owners, self._from_sections = [0 for _ in ranks], [0 for _ in ranks]
         for owner in ranks:
             for index, param in enumerate(bucket.params):
@@ -196,7 +198,7 @@ class OwnedWeights(_OfChunk):
                 if stop > offset and end > begin:
                     self._in_own.append((offset + begin, offset + end))
                     self._from_sections[rank] += end - begin
-        self._homes: torch.Tensor | None = None  # of what this rank owns, as other ranks have it
+        self._homes: torch.Tensor | None = None  # owned parameters, with the values of the other ranks
         self._masters: torch.Tensor | None = None  # likewise, until all are taken
         self._mean: torch.Tensor | None = None
         self._mean_on_disk: torch.Tensor | None = None
@@ -241,7 +243,7 @@ class OwnedWeights(_OfChunk):
         return written
 
     def start_publishing(self) -> Callable[[], object]:
-        """See the base class: what this rank owns goes into the sections; collective."""
+        """See the base class: owned values are sent to the sections; collective."""
         sent = _packed(self._own(), self._in_own)
         received = exchange_pieces(
             sent,
@@ -295,14 +297,14 @@ class OwnedWeights(_OfChunk):
             self._mean.zero_()
 
     def _own(self) -> torch.Tensor:
-        """Return memory for what this rank owns, in the dtype of the chunk."""
+        """Return memory for the owned parameters, in the dtype of the chunk."""
         if self._homes is None:
             size = self.bucket.section_sizes[self.bucket.axis.rank]
             self._homes = torch.empty(size, dtype=self._chunk.section.dtype, device=self._chunk.device)
         return self._homes
 
     def _to_owner(self, section: torch.Tensor) -> torch.Tensor:
-        """Return what this rank owns, of a section of each rank; collective."""
+        """Return the owned parameters, from the sections of all ranks; collective."""
         sent = _packed(section, self._in_section).to(self._chunk.device)
         received = exchange_pieces(
             sent,

@@ -1,6 +1,6 @@
 """State dict of a model in chunks, whole values in host memory, and back; and an ordinary copy of the model.
 
-Checkpoints need neither: they are of what each rank holds (`FlatValues`).
+Checkpoints need neither: they use each rank's part (`FlatValues`).
 """
 
 import copy
@@ -42,7 +42,7 @@ def whole_state(cache: ChunkCache, raw: nn.Module, *args: Any, **kwargs: Any) ->
 def load_whole_state(cache: ChunkCache, raw: nn.Module, content: Mapping[str, Any], *, strict: bool) -> Any:
     """Load whole values into a model, as `nn.Module.load_state_dict` does; every rank loads the same.
 
-    Nothing is gathered: what torch copies into a parameter goes into this rank's section.
+    Nothing is gathered: torch's copies into a parameter are redirected to this rank's section.
 
     Args:
         cache: The chunks.
@@ -54,7 +54,7 @@ def load_whole_state(cache: ChunkCache, raw: nn.Module, content: Mapping[str, An
         The names that are missing and unexpected.
 
     Raises:
-        RuntimeError: Names or shapes do not fit; what fits was loaded, as by torch.
+        RuntimeError: Names or shapes do not match; the others were loaded, as by torch.
     """
     cache.share_writes()
     try:
@@ -123,7 +123,7 @@ def _remove_hooks(part: nn.Module, of_models: Collection[ModelHooks]) -> None:
 
 
 class _IntoSections(TorchFunctionMode):
-    """What is copied into a parameter in a chunk, this rank takes its part of."""
+    """Redirects copies into a parameter in a chunk to this rank's section."""
 
     def __torch_function__(
         self,

@@ -1,22 +1,21 @@
 """The memory of a rank in tiers: the compute device, host memory below an accelerator, and disk.
 
 [Note: memory of files]
-What lies on disk lies in files that are mapped into memory: whoever reads a tensor there reads the file, and
-whoever writes it writes the file. The system reads pages as they are touched (`expect` asks for them ahead),
-and writes them when it likes. Mapped pages count as memory of the process until `give_back`; their content is
-then in the system's page cache or on the disk. So what may be done with a tensor in memory may be done here,
-by optimizers and by checkpoints, as long as somebody gives the pages back after each chunk.
+Data on disk are in files mapped into memory: reads and writes of a tensor there access the file. The system
+reads pages when they are touched (`expect` requests them ahead), and writes them at any time. Mapped pages
+count as memory of the process until `give_back`; their content is then in the system's page cache or on the
+disk. So optimizers and checkpoints use such tensors like any others, as long as the pages are released after
+each chunk.
 
-A file has no name: it is unlinked as soon as it is there, and its space is free when the last tensor in it
-has gone, or the process has ended in any way. Its space is taken at once, so that a full disk is an error
-where the memory is asked for, and not a signal where it is written.
+A file has no name: it is unlinked when it is created, and its space is free when the last tensor in it is
+freed, or the process ends in any way. Its space is reserved at once, so that a full disk is an error at the
+allocation, and not a signal at a write.
 
 [Note: freed memory]
-glibc keeps what is freed, and a block that is asked for next does not always fit where another was: with a
-budget of 349 MiB a process was seen to take 1,180. So a process that has a budget has large blocks mapped one
-by one, which go back to the system when they are freed, and gives back the pages that are free in the heap
-whenever a chunk is gathered. The heap is what the user's model left behind: its parameters were small blocks
-in it before there was a budget.
+glibc keeps freed memory, and a new block does not always fit into the hole of another: with a budget of 349
+MiB a process took 1,180. So a process with a budget has large blocks mapped one by one, which are returned to
+the system when they are freed, and returns the free pages of the heap whenever a chunk is gathered. These
+holes are from the user's model: its parameters were small blocks before there was a budget.
 """
 
 import ctypes
@@ -43,10 +42,10 @@ class TierMemory:
     """The tiers of this rank; see [Note: memory of files].
 
     Args:
-        device: Where chunks are computed with.
+        device: Compute device of chunks.
         offload_dir: The folder of the disk tier; None: there is none. It is made if it is not there.
         has_host: Whether there is host memory below `device`; default: if that is an accelerator.
-        pin_memory: Whether what lies in host memory is pinned, for faster copies to an accelerator.
+        pin_memory: Whether sections in host memory are pinned, for faster copies to an accelerator.
 
     Attributes:
         bounds: The tiers, with the bytes that are free there; None where no bound is known.
@@ -84,7 +83,7 @@ class TierMemory:
         return self._device if home is Home.COMPUTE else torch.device("cpu")
 
     def keep(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
-        """Return a tensor of the same values in a tier: itself, if it lies there.
+        """Return a tensor of the same values in a tier: itself, if it is there already.
 
         Raises:
             OSError: The disk has no room for it.
@@ -97,26 +96,26 @@ class TierMemory:
         return kept
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Give back the memory of those that lie on disk; nothing is lost."""
+        """Release the memory of tensors on disk; nothing is lost."""
         for file, begin, end in self._pages(tensors):
             file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Let the system begin to read those that lie on disk."""
+        """Start to read tensors on disk ahead."""
         for file, begin, end in self._pages(tensors):
             file.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def map_large_blocks(self) -> None:
-        """Let the process give large blocks back to the system when they are freed; see [Note: freed memory].
+        """Return large blocks to the system when they are freed; see [Note: freed memory].
 
-        What the user has set (MALLOC_MMAP_THRESHOLD_) stays; so does everything where there is no glibc.
+        A user's MALLOC_MMAP_THRESHOLD_ takes precedence. No effect without glibc.
         """
         if self._mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             self._mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
             self._mallopt(_M_TRIM_THRESHOLD, _MAPPED_BYTES)
 
     def give_back_freed(self) -> None:
-        """Give back to the system what is free in the heap; see [Note: freed memory]."""
+        """Return free pages of the heap to the system; see [Note: freed memory]."""
         if self._malloc_trim is not None:
             self._malloc_trim(0)
 
@@ -206,7 +205,7 @@ def _writable(folder: str | os.PathLike[str]) -> str:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that an accelerator has free; None for a CPU, and where it does not say."""
+    """Return the bytes that an accelerator has free; None for a CPU, and if it is unknown."""
     if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
         return None
     return int(torch.accelerator.get_memory_info(device)[0])

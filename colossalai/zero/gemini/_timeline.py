@@ -1,18 +1,18 @@
-"""The timeline of an iteration: what lies on the compute tier from one use until the next, as measured.
+"""The timeline of an iteration: measured bytes on the compute tier between two uses.
 
     with record_timeline(model) as iterations:
         for batch in batches[:2]:  # whole iterations: forward, backward, step
             ...
     iterations[-1].peak_bytes
 
-Model data is asked of those who hold it: the cache knows gathered chunks (by finalizers on their memory),
-chunks their sections, the reducer means, the optimizer its states. The rest is what `OtherBytes` counts; see
-[Note: what is not model data]. Without a recorder nothing of this is asked, and a use costs one comparison.
+Model data are measured at their owners: gathered chunks in the cache (by finalizers on their memory),
+sections in chunks, means in the reducer, states in the optimizer. The rest is counted by `OtherBytes`; see
+[Note: other data]. Without a recorder nothing of this is measured, and a use costs one comparison.
 
 [Note: the step]
-An optimizer updates what lies in memory at once, and then chunk by chunk what has parts on disk, whose pages
-are memory until they are given back: one moment for each. Nobody counts other memory there, so what an
-optimizer takes for itself is not seen; and what clipping reads from disk is not among the bytes that move.
+An optimizer updates data in memory at once, and then chunks with parts on disk one by one, whose pages are
+memory until they are released: one moment for each. Other memory is not counted there, so temporary memory of
+an optimizer is not included, and neither are reads of clipping from disk.
 """
 
 import enum
@@ -50,14 +50,14 @@ class Moment:
     Attributes:
         phase: The part of the iteration.
         chunk: The number of the chunk; None for all that is updated in memory at once.
-        gathered_bytes: Of gathered chunks, on their way or used, whoever keeps their memory.
+        gathered_bytes: Of gathered chunks, in flight or in use, while their memory is referenced.
         section_bytes: Of sections that have their home on the compute tier.
         gradient_bytes: Of mean gradients that are kept there.
         state_bytes: Of masters and optimizer states that are kept there.
         paged_bytes: Of files whose pages are in memory while their chunk is updated.
-        other_bytes: Of all that is not model data: activations, gradients under way, temporary results.
-        bytes_in: What has come from tiers below.
-        bytes_out: What has gone to tiers below.
+        other_bytes: Of other data: activations, gradients in flight, temporary results.
+        bytes_in: Bytes read from lower tiers.
+        bytes_out: Bytes written to lower tiers.
     """
 
     phase: Phase
@@ -79,13 +79,13 @@ class Moment:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all that lies on the compute tier."""
+        """All bytes on the compute tier."""
         return self.model_bytes + self.other_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """What one iteration was like on this rank.
+    """Measurements of one iteration on this rank.
 
     Attributes:
         moments: In the order of uses.
@@ -124,7 +124,7 @@ class Iteration:
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Iteration":
-        """Return what `as_dict` was made of."""
+        """Return the iteration of an `as_dict` value."""
         moments = tuple(Moment(**{**each, "phase": Phase(each["phase"])}) for each in content["moments"])
         return cls(moments=moments, memory_budget=content["memory_budget"], is_planned=content["is_planned"])
 
@@ -141,19 +141,19 @@ class Iteration:
 
 @contextmanager
 def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
-    """Within the block, record what lies on the compute tier of this rank at each use of a chunk.
+    """Context that records the bytes on the compute tier of this rank at each use of a chunk.
 
-    The block holds whole iterations. Ranks need not record alike, and what is trained stays the same bit for
-    bit. Functions of torch take longer, since each of their results is seen.
+    The block holds whole iterations. Ranks need not record alike, and the training stays the same bit for
+    bit. Functions of torch take longer, since each of their results is inspected.
 
     Args:
-        model: What a door of Gemini returned, or the model that was given to it.
+        model: A model under Gemini, wrapped or raw.
 
     Returns:
         The iterations whose step was made, one after the other; each is there when its step has ended.
 
     Raises:
-        ValueError: No parameter of `model` lies in a chunk, or the model is being recorded already.
+        ValueError: No parameter of `model` is in a chunk, or the model is being recorded already.
     """
     cache = next((handle_of(param).hooks.cache for param in model.parameters() if is_chunked(param)), None)
     if cache is None:
@@ -180,7 +180,7 @@ def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
 
 @dataclass(frozen=True)
 class ChunkContents:
-    """What this rank has of a chunk beside gathered values; sizes in bytes.
+    """Sizes of this rank's data of a chunk without gathered values, in bytes.
 
     Attributes:
         chunk: The chunk.
@@ -202,14 +202,14 @@ class ChunkContents:
 
     @property
     def is_updated_below(self) -> bool:
-        """Whether some of it lies below the compute tier when an optimizer updates it."""
+        """Whether some of it is below the compute tier when an optimizer updates it."""
         return {self.chunk.home, self.chunk.states_home} != {Home.COMPUTE}
 
     def moved_by_update(self) -> dict[str, int]:
-        """Return what an update moves between tiers, and the pages of files that it has in memory.
+        """Return the bytes that an update moves between tiers, and its file pages in memory.
 
-        A processor that is the compute tier reads files through memory. Below an accelerator the optimizer
-        works where the states lie, and what is updated there goes nowhere.
+        If the compute tier is a processor, files are read through memory. Below an accelerator the optimizer
+        runs in the tier of the states, and nothing is moved.
         """
         section, mean, states = self.bytes_at(Home.DISK)
         paged = section + mean + states
@@ -224,7 +224,7 @@ class ChunkContents:
 def contents_of(
     chunks: Sequence[Chunk], reducer: ShardedReducer, shards_of: Mapping[Optimizer, Shards]
 ) -> list[ChunkContents]:
-    """Return what this rank has of each chunk now."""
+    """Return the present sizes of this rank's data of each chunk."""
     slices = {grads.bucket: grads.slice for grads in reducer.all_grads}
     means = {chunk: 0 if (its := slices.get(chunk.layout)) is None else its.nbytes for chunk in chunks}
     states = dict.fromkeys(chunks, 0)
@@ -238,7 +238,7 @@ def contents_of(
             if tensor.untyped_storage()._cdata != chunk.section.untyped_storage()._cdata:
                 its_own.append(tensor)  # a master, or a whole parameter
                 if slices.get(chunk.layout) is None and tensor.grad is not None:
-                    means[chunk] += tensor.grad.nbytes  # which was moved to who has the whole
+                    means[chunk] += tensor.grad.nbytes  # moved to the owner of the whole
             states[chunk] += sum(value.nbytes for value in its_own if value.ndim)
     return [ChunkContents(chunk, chunk.section.nbytes, means[chunk], size) for chunk, size in states.items()]
 
@@ -250,8 +250,8 @@ class ChunkTimeline:
     """The moments of iterations, put together from the records of a tracer.
 
     Args:
-        iterations: Where iterations go.
-        contents: Returns what this rank has of each chunk now.
+        iterations: Destination of the iterations.
+        contents: Returns the present sizes of this rank's data of each chunk.
         memory_budget: Bytes of the compute tier; None for no bound.
     """
 
@@ -266,14 +266,14 @@ class ChunkTimeline:
         self._contents = contents
         self._memory_budget = memory_budget
         self._moments: list[Moment] = []
-        self._current: tuple[Phase, int] | None = None  # of the moment that is under way
+        self._current: tuple[Phase, int] | None = None  # the current moment
         self._sizes: Counter[str] = Counter()  # its other fields
         self._is_stepping = False
         self._is_planned = True
 
     def use(self, chunk: int, *, is_backward: bool, is_planned: bool) -> None:
         """Add a use, before the chunk is gathered; several times in a row is one use."""
-        if self._is_stepping:  # the step was skipped, as that of a loss scale after an overflow
+        if self._is_stepping:  # the step was skipped, for example after an overflow
             self._begin_anew()
         phase = Phase.BACKWARD if is_backward else Phase.FORWARD
         self._is_planned &= is_planned

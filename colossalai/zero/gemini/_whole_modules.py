@@ -1,4 +1,4 @@
-"""Whole modules: modules that all ranks gather as they enter them, so that ranks may differ inside.
+"""Whole modules: modules that all ranks gather at their entry, so that ranks can differ inside.
 
 [Note: where ranks differ]
 Gathers and means are collectives, so all ranks have to start them in one order. In a mixture of experts the
@@ -7,16 +7,18 @@ in which nothing is sent:
 
 - At the entry of its forward all chunks of its parameters are gathered, in their order, and stay until its
   exit. A use inside changes nothing, not even which chunk was used last.
-- `_Exit` stands behind its outputs, `_Entry` in front of its parameters. A backward gathers in `_Exit`, and
-  lets go in `_Entry`. Both run on every rank: an output requires a gradient even where no expert saw a token,
-  and a number that `_Exit` takes from `_Entry` joins the two.
-- `_Entry` returns the gradients of all its parameters at once, `None` for what was not used. So they come at
-  the same point of the backward on all ranks, and the means of their chunks start there, in the order of the
-  reducer. What is not there counts as zero.
-- `_Entry` leads to the inputs as well, with no gradient of its own: what stands before the module is in the
+- `_Exit` follows its outputs, `_Entry` precedes its parameters. A backward gathers in `_Exit`, and releases
+  in
+  `_Entry`. Both run on every rank: an output requires a gradient even if no expert got a token, and a number
+  that `_Exit` takes from `_Entry` joins the two.
+- `_Entry` returns the gradients of all its parameters at once, `None` for unused ones. So they arrive at the
+  same point of the backward on all ranks, and the means of their chunks start there, in the order of the
+  reducer. A missing gradient counts as zero.
+- `_Entry` leads to the inputs as well, with no gradient of its own: modules before this one are in the
   backward of all ranks, too.
-- A module that is recomputed as a part of something larger is recomputed as soon as `_Exit` asks for what it
-  has saved. It saves the number for that: which other saved tensor asks first depends on the data.
+- A module that is recomputed as a part of a larger one is recomputed as soon as `_Exit` reads its saved
+  tensor.
+  It saves the number for that: the order of other saved tensors depends on the data.
 
 Values of inputs do not pass through `_Entry`, so that writing into them works as ever. The engine runs nodes
 that are ready in the reverse order in which they were made, so `_Entry` comes after all that was made inside.
@@ -41,7 +43,7 @@ def check_choices(choices: Collection[ModuleChoice]) -> tuple[ModuleChoice, ...]
     """Return names and classes of modules as a tuple.
 
     Raises:
-        ValueError: `choices` is no list of names and classes of modules.
+        ValueError: `choices` is not a list of names and classes of modules.
     """
     if isinstance(choices, str | type | nn.Module) or not isinstance(choices, Collection):
         raise ValueError(
@@ -61,7 +63,8 @@ def find_modules(model: nn.Module, choices: Sequence[ModuleChoice]) -> dict[nn.M
     """Return the modules that are meant, with their names, in the order of the model.
 
     Raises:
-        ValueError: A name or a class matches nothing, or only what is never called or has no parameters.
+        ValueError: A name or a class matches nothing, or only modules that are never called or have no
+            parameters.
     """
     known = dict(model.named_modules(remove_duplicate=False))
     found: set[nn.Module] = set()
@@ -96,11 +99,11 @@ def find_modules(model: nn.Module, choices: Sequence[ModuleChoice]) -> dict[nn.M
 
 
 class _Passage:
-    """One run of a whole module: what its `_Entry` and its `_Exit` have in common.
+    """One run of a whole module: the common state of its `_Entry` and its `_Exit`.
 
     Args:
         whole: The whole modules.
-        chunks: Those of the module.
+        chunks: The chunks of the module.
         trained: The parameters of the module that get gradients.
     """
 
@@ -113,7 +116,7 @@ class _Passage:
         self._is_held = False  # by a backward that is in it
 
     def begin_backward(self) -> None:
-        """Gather what the backward may use; collective."""
+        """Gather the chunks for the backward; collective."""
         if not self._is_held:
             self._is_held = True
             self._whole.hold(self)
@@ -132,7 +135,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, run: _Passage, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.run = run
         ctx.num_inputs = len(tensors) - len(run.trained)
-        ctx.set_materialize_grads(False)  # None says that a parameter was not used
+        ctx.set_materialize_grads(False)  # None means that a parameter was not used
         return (anchor.detach(), *(handle_of(param).view() for param in run.trained))
 
     @staticmethod
@@ -142,7 +145,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """The outputs of a module, which lead to its `_Entry` whatever they were made of."""
+    """Node after the outputs of a module, which always leads to its `_Entry`."""
 
     @staticmethod
     def forward(ctx: Any, run: _Passage, number: torch.Tensor, *outputs: torch.Tensor) -> Any:
@@ -153,7 +156,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # the second backward would run what is inside by itself
+        if torch.is_grad_enabled():  # a second backward would run the inner nodes by itself
             raise RuntimeError(
                 "create_graph=True, and the model has whole_modules, which have one backward: leave one out"
             )
@@ -163,12 +166,12 @@ class _Exit(torch.autograd.Function):
 
 
 class _Open:
-    """A whole module whose forward is under way.
+    """A whole module whose forward is running.
 
     Args:
         module: The module.
         run: This run of it.
-        number: What its outputs lead to; None if there is no backward.
+        number: The number that its outputs lead to; None if there is no backward.
     """
 
     def __init__(self, module: nn.Module, run: _Passage, number: torch.Tensor | None) -> None:
@@ -183,7 +186,7 @@ class WholeModules:
     Args:
         modules: The modules, with their names.
         hooks: The hooks of the model.
-        reducer: What averages their gradients.
+        reducer: The reducer of their gradients.
     """
 
     def __init__(self, modules: Mapping[nn.Module, str], hooks: ModelHooks, reducer: ShardedReducer) -> None:
@@ -210,7 +213,7 @@ class WholeModules:
         return self
 
     def hold(self, run: _Passage) -> None:
-        """Gather the chunks of a run whose backward begins; what comes from now on is averaged after it."""
+        """Gather the chunks of a run whose backward begins; later gradients are averaged after it."""
         self._reducer.hold()
         self._cache.hold(run.chunks)
         self._held.append(run)
@@ -225,10 +228,10 @@ class WholeModules:
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         chunks = self._chunks.get(module)
-        if chunks is None:  # of a copy
+        if chunks is None:  # a copied module
             return
         if torch._C._current_graph_task_id() == -1:
-            for run in self._held[::-1]:  # of a backward that has failed
+            for run in self._held[::-1]:  # runs of a failed backward
                 run.end_backward()
         self._cache.hold(chunks)
         trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]

@@ -1,4 +1,4 @@
-"""Plans of cache: what an iteration does, where chunks have their home, and who leaves for whom."""
+"""Planning of the cache: traces of iterations, placement of chunks, and evictions."""
 
 from colossalai.zero.gemini.planning._policy import PLACEMENT_POLICIES as PLACEMENT_POLICIES
 from colossalai.zero.gemini.planning._policy import Home as Home

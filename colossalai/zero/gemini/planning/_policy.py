@@ -1,9 +1,9 @@
 """Placement policies: the home tier of each chunk's section and of its optimizer states.
 
-A section is what a rank holds of a chunk when nobody uses it; a chunk that is used lies on the compute tier
-as a whole, beside what has its home there. An iteration needs of that tier the bytes that are not model data
-and the chunks that are used; a policy deals out the rest of the budget to sections and states, and gives the
-tiers below what does not fit. It is a function of sizes, tiers and trace, and of nothing else.
+A section is a rank's part of an unused chunk; a chunk in use is on the compute tier as a whole, in addition
+to the data placed there. An iteration needs that tier for other data and the chunks in use; a policy
+distributes the rest of the budget to sections and states, and places the others on lower tiers. It is a
+function of sizes, tiers and trace only.
 """
 
 import enum
@@ -42,7 +42,7 @@ class ModelData:
 
     @property
     def two_chunks(self) -> int:
-        """Bytes of the two largest chunks: one that is used, and one that comes or goes."""
+        """Bytes of the two largest chunks: one in use, and one being fetched or evicted."""
         return _two_largest(self.chunks)
 
     @property
@@ -64,9 +64,9 @@ class Placement:
         return sum(size for its_home, size in homes if its_home is home)
 
     def bytes_when_present(self, data: ModelData) -> tuple[int, ...]:
-        """Return what each chunk takes of the compute tier beside its home when it is present.
+        """Return the additional bytes of the compute tier that each chunk takes when it is present.
 
-        That is nothing for a section that is the whole chunk, as with one rank, and has its home there.
+        They are 0 for a section that is the whole chunk, as with one rank, and is placed there.
         """
         return tuple(
             0 if home is Home.COMPUTE and section == chunk else chunk
@@ -79,18 +79,18 @@ class _Fill(enum.Enum):
 
     ALL = enum.auto()
     NONE = enum.auto()
-    FIRST_USED = enum.auto()  # as many as fit beside what an iteration needs, in the order of first use
+    FIRST_USED = enum.auto()  # as many as fit in addition to an iteration's needs, in the order of first use
     MOST_SAVED = enum.auto()  # as many, in the order of the bytes that are then not moved in an iteration
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """What a policy does.
+    """Placement by a policy.
 
     Attributes:
-        fill: Which sections have their home on the compute tier.
-        has_margin: Whether states have `gpu_margin_mem_ratio` of what sections leave of it.
-        uses_disk: Whether what does not fit into host memory lies on disk.
+        fill: The sections that are placed on the compute tier.
+        has_margin: Whether states have `gpu_margin_mem_ratio` of the remaining bytes of it.
+        uses_disk: Whether data that do not fit into host memory are placed on disk.
     """
 
     fill: _Fill
@@ -120,17 +120,17 @@ class PlacementPolicy:
     - `cpu`: all in host memory but the chunks that are used; without an accelerator that is the same.
     - `const`: sections on the compute device as far as `memory_budget` goes, in the order of first use.
     - `auto`: those first whose stay saves most bytes, as many as fit; and states in the margin.
-    - `nvme`: as `auto`, and what does not fit into host memory lies on disk.
+    - `nvme`: as `auto`, and data that do not fit into host memory are on disk.
 
-    Without an accelerator the last three keep on disk what does not fit into memory, if there is a disk, and
-    states have all that sections leave of memory.
+    Without an accelerator the last three place data that do not fit into memory on disk, if there is one, and
+    states have all memory that sections leave.
 
     Args:
         name: The name of the policy.
-        memory_budget: Bytes of the compute tier, for model data and all else; None for what the tier has.
-        host_budget: Bytes of host memory for sections and states; None for what the tier has.
+        memory_budget: Bytes of the compute tier, for model data and all else; None for all of the tier.
+        host_budget: Bytes of host memory for sections and states; None for all of the tier.
         warmup_ratio: The part of the budget that model data has before there is a trace.
-        gpu_margin_mem_ratio: The part for states of what sections and an iteration leave of the compute tier.
+        gpu_margin_mem_ratio: The part for states of the compute tier that sections and an iteration leave.
 
     Raises:
         ValueError: `name` is none of the five; `memory_budget` is None with "const"; a budget is negative; or
@@ -157,11 +157,10 @@ class PlacementPolicy:
             raise ValueError("placement_policy='const' has a fixed budget: give memory_budget=<bytes>")
 
     def check(self, tiers: Tiers) -> None:
-        """Refuse what has no effect, or no room, whatever the model.
+        """Refuse options without effect or room for any model.
 
         Raises:
-            ValueError: A budget, or the policy, asks for a tier that is not there, or the policy never uses
-                the disk.
+            ValueError: A budget, or the policy, needs a missing tier, or the policy never uses the disk.
         """
         bounds = self._bounds(tiers)
         self._check_tiers(bounds)
@@ -182,12 +181,12 @@ class PlacementPolicy:
 
         Args:
             data: The sizes of chunks, sections and states.
-            tiers: The tiers that are there, and what they have for this model and its activations.
-            trace: The iteration that comes again and again; None before one is known.
+            tiers: The existing tiers, and their bytes for this model and its activations.
+            trace: The repeated iteration; None before one is recorded.
 
         Raises:
-            ValueError: The budget is below two chunks and what was measured beside them; a budget, or the
-                policy, asks for a tier that is not there; or a tier has no room for what lies there.
+            ValueError: The budget is below two chunks and the measured other data; a budget, or the policy,
+                needs a missing tier; or a tier has no room for its data.
         """
         bounds = self._bounds(tiers)
         self._check_tiers(bounds)
@@ -205,10 +204,10 @@ class PlacementPolicy:
     def chunk_budget(
         self, placement: Placement, data: ModelData, tiers: Tiers, trace: Trace | None = None
     ) -> int | None:
-        """Return the bytes of the compute tier beside what has its home there; None for no bound.
+        """Return the bytes of the compute tier without the data placed there; None for no bound.
 
-        With a trace they are for the chunks that are present and for all that is not model data. Before there
-        is one they are for those chunks alone, and at least two.
+        With a trace they are for present chunks and other data. Before there is one they are for present
+        chunks only, at least two.
         """
         budget = self._bounds(tiers)[Home.COMPUTE]
         if math.isinf(budget):
@@ -265,7 +264,7 @@ class PlacementPolicy:
         return max(0.0, model_budget - _most_needed(data.chunks, trace))
 
     def _check_tiers(self, bounds: Mapping[Home, float]) -> None:
-        """Refuse what has no effect on these tiers."""
+        """Refuse options without effect on these tiers."""
         memory, budget = Home.HOST, "host_budget"
         if Home.HOST not in bounds:
             memory, budget = Home.COMPUTE, "memory_budget"
@@ -291,16 +290,16 @@ class PlacementPolicy:
 
 
 def _is_disk_next(below: Tiers | Mapping[Home, float]) -> bool:
-    """Return whether the disk is the next tier below, so that what lies there is updated in memory."""
+    """Return whether the disk is the next lower tier, so that its data are updated in memory."""
     return Home.DISK in below and Home.HOST not in below
 
 
 class SmallBudgetError(ValueError):
-    """A memory budget below what the largest chunks take.
+    """A memory budget below the bytes of the largest chunks.
 
     Args:
         message: The message.
-        needed: Bytes that would do.
+        needed: Sufficient bytes.
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -345,7 +344,7 @@ def _check_room(
 
 
 def _most_needed(sizes: Sequence[int], trace: Trace | None) -> int:
-    """Return the most bytes of the compute tier beside homes: of a use, with the chunk that comes next."""
+    """Return the most additional bytes of the compute tier: of a use, with the next chunk."""
     if trace is None:
         return _two_largest(sizes)
     following = (*trace.needed[1:], *trace.needed[:1])
@@ -367,7 +366,7 @@ def _in_order_of_use(num_chunks: int, trace: Trace | None) -> list[int]:
 def _deal_out(
     sizes: Sequence[int], order: Iterable[int], rooms: Mapping[Home, float]
 ) -> tuple[tuple[Home, ...], dict[Home, float]]:
-    """Return the first tier in which each chunk fits, or the last one; and what is left of the tiers."""
+    """Return the first tier in which each chunk fits, or the last one; and the rest of the tiers."""
     left = dict(rooms)
     homes = {}
     for chunk in order:

@@ -1,11 +1,11 @@
-"""Stays: chunks that remain on the compute tier from one need until the next, and which of them to choose.
+"""Stays: chunks that remain on the compute tier from one need until the next, and their choice.
 
 # [Note: Stays]
-From one need of a chunk until its next it either stays or is fetched again. So a plan of who is present when
-is a choice among stays. A stay takes the bytes of the chunk in every period between the two needs, where the
+From one need of a chunk until its next it either stays or is fetched again. So an eviction plan is a choice
+among stays. A stay takes the bytes of the chunk in every period between the two needs, where the
 room is the budget less what is needed and what is not chunks; and it saves as many bytes from being moved.
-The iteration comes again, so that periods lie on a ring: who is present at its end is present at its start.
-Fetching earlier or dropping later than that changes no byte.
+The iteration is repeated, so that periods form a ring: chunks present at its end are present at its start. An
+earlier fetch or a later eviction does not change the bytes.
 
 With chunks of one size this is interval scheduling, which the rule "drop the chunk needed latest" solves;
 with several sizes it is NP-hard, and for a few chunks dynamic programming over sets of them does it.
@@ -95,10 +95,10 @@ class StayRing:
 class _SetSearch:
     """Dynamic programming over the sets of chunks that stay from a period into the next one.
 
-    A set is an integer with a bit for each chunk. At each moment it is decided who of those needed stays; the
-    bytes are saved by that decision, and whoever stays does so until the next need. `bounds[moment][chunks]`
-    is the most that can be saved from a moment to the end of the trace when `chunks` stayed until that
-    moment: it leaves open who is there at the end, so a path around the ring never saves more.
+    A set is an integer with a bit for each chunk. At each moment a subset of the needed chunks is chosen to
+    stay until their next need; the bytes are saved by that choice. `bounds[moment][chunks]` is the most that
+    can be saved from a moment to the end of the trace when `chunks` stayed until that moment: the set at the
+    end is free, so a path around the ring never saves more.
     """
 
     def __init__(self, ring: StayRing) -> None:
@@ -122,7 +122,7 @@ class _SetSearch:
         needed, following = self._needed[moment], self._needed[(moment + 1) % len(self._needed)]
         if moment + 1 == len(self._needed):
             needed &= ~self._out_of_date  # none of these stays
-        optional = needed & ~following  # who is needed next as well stays without taking room
+        optional = needed & ~following  # chunks that are also needed next stay without additional room
         some = optional
         while True:
             chosen = needed & following | some
@@ -139,7 +139,7 @@ class _SetSearch:
         return max(saved + after[beside | chosen] for chosen, saved in self._choices[moment])
 
     def find_path(self, start: int, *, more_than: int) -> list[int] | None:
-        """Return who stays after each moment if `start` stay before the first one and after the last.
+        """Return the staying chunks after each moment, with `start` before the first and after the last one.
 
         None if that saves no more than `more_than` bytes.
         """

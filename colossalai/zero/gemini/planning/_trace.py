@@ -1,12 +1,12 @@
-"""The trace of an iteration: the order in which chunks are used, and the memory beside them.
+"""The trace of an iteration: the order in which chunks are used, and the memory of other data.
 
 An iteration is one step with all its microbatches, forward and backward. It is a row of uses; the time from
-one use until the next is a period. The first iteration is recorded; the following ones are held against the
-record, use by use, so that what is planned from it is done only while the iteration goes the same way.
+one use until the next is a period. The first iteration is recorded; the following ones are compared with the
+record, use by use, so that its plan is executed only while the iteration is the same.
 
-Nothing here reads a clock or talks to other ranks. Uses are alike on all ranks, and so is what the follower
-says of them; bytes are not (batches differ). What leads to a collective has to be decided from a trace that
-covers those of all ranks.
+Nothing here reads a clock or communicates. Uses are equal on all ranks, and so are the follower's results;
+bytes are not (batches differ). Decisions that lead to a collective need a trace that covers those of all
+ranks.
 """
 
 import enum
@@ -19,15 +19,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Trace:
-    """What one iteration does, as a value. A moment is the index of a use, and of the period that it begins.
+    """The uses of one iteration, as a value. A moment is the index of a use, and of its period.
 
-    The iteration is thought to come again and again: after the last moment comes the first.
+    The iteration is assumed to repeat: the first moment follows the last one.
 
     Attributes:
         uses: The number of the chunk that is used, for each moment.
         other_bytes: The most bytes of the compute tier that were not chunks, for each period.
-        held: The chunks that could not be dropped beside the used one, for each period: further arguments of
-            the same call, or memory to which something still refers. Empty where that was not recorded.
+        held: Further chunks that could not be evicted, for each period: other arguments of the same call, or
+            referenced memory. Empty if that was not recorded.
     """
 
     uses: tuple[int, ...]
@@ -57,7 +57,7 @@ class Trace:
         return {chunk: tuple(its) for chunk, its in moments.items()}
 
     def next_need(self, chunk: int, after: int) -> int | None:
-        """Return the first moment after `after` at which a chunk is needed; None for one that never is.
+        """Return the first moment after `after` at which a chunk is needed; None if it is never needed.
 
         A need of the next iteration counts on: moment `len(trace)` is the first of that one. O(log n).
         """
@@ -68,7 +68,7 @@ class Trace:
         return moments[position] if position < len(moments) else len(self) + moments[0]
 
     def covering(self, other: "Trace") -> "Trace":
-        """Return a trace of the same uses with the larger bytes of both, and with what is held in either."""
+        """Return a trace of the same uses with the larger bytes of both, and the chunks held in either."""
         assert other.uses == self.uses, "only traces of the same uses can be covered by one"
         most = tuple(map(max, self.other_bytes, other.other_bytes))
         held = tuple(a | b for a, b in zip(self.needed, other.needed, strict=True))
@@ -76,7 +76,7 @@ class Trace:
 
 
 class TraceRecorder:
-    """Makes a trace of what it is told during one iteration."""
+    """Makes a trace of the uses and bytes of one iteration."""
 
     def __init__(self) -> None:
         self._uses: list[int] = []
@@ -112,7 +112,7 @@ class TraceRecorder:
     def finish(self) -> Trace:
         """Return the trace.
 
-        What was sampled before the first use belongs to the last period, which ends with the first use.
+        Samples before the first use belong to the last period, which ends with the first use.
         """
         if self._uses:
             self._other_bytes[-1] = max(self._other_bytes[-1], self._before_first)
@@ -120,7 +120,7 @@ class TraceRecorder:
 
 
 class Pursuit(enum.Enum):
-    """How an iteration stands to the trace."""
+    """Relation of an iteration to the trace."""
 
     RECORDING = enum.auto()  # there is no trace to follow: this iteration becomes one
     FOLLOWING = enum.auto()  # every use so far was the trace's
@@ -139,7 +139,7 @@ LEGAL_MOVES = frozenset(
 
 @dataclass(frozen=True)
 class Departure:
-    """Where an iteration left the trace.
+    """The point at which an iteration left the trace.
 
     Attributes:
         moment: The index of the use.
@@ -158,11 +158,11 @@ class Departure:
 
 
 class TraceFollower:
-    """Records an iteration, holds the following ones against it, and records anew when one differs.
+    """Records an iteration, compares the following ones with it, and records again when one differs.
 
-    An iteration that differs is off the trace from the use where it does, and so is the next one, which is
-    recorded as a whole; the one after that follows the new trace. One that goes the same way and takes more
-    other bytes leaves a trace that covers both.
+    An iteration that differs leaves the trace at that use. The next one is recorded as a whole, and the one
+    after that follows the new trace. An equal iteration with more other bytes leads to a trace that covers
+    both.
     """
 
     def __init__(self) -> None:
@@ -172,7 +172,7 @@ class TraceFollower:
 
     @property
     def pursuit(self) -> Pursuit:
-        """How the iteration stands to the trace."""
+        """Relation of the iteration to the trace."""
         return self._pursuit
 
     @property
@@ -206,9 +206,9 @@ class TraceFollower:
         self._recorder.sample(other_bytes)
 
     def end_iteration(self) -> Departure | None:
-        """Take note that the iteration is over; return where the trace was left, if it should have gone on.
+        """End the iteration; return the departure if the trace has further uses.
 
-        What had no use was no iteration.
+        Without a use it does not count as an iteration.
         """
         if self.moment < 0:
             return None

@@ -1,17 +1,18 @@
 """The tracer: the one recorder of an iteration, from which chunks are planned and timelines are made.
 
-[Note: what is not model data]
-What a step takes beside chunks (activations, gradients under way, temporary results) is counted by storages,
-in the one iteration that is recorded: a dispatch mode sees each tensor that a function of torch returns, and
-a finalizer on its storage says when the memory is free. Resident size would count what an allocator keeps.
-Until then the interpreter holds what a finalizer calls, so nothing may lead from there to the model: the mode
-does not, and neither does `is_model_data`.
+[Note: other data]
+Other data of a step than chunks (activations, gradients in flight, temporary results) are counted by
+storages, in
+the recorded iteration: a dispatch mode sees each tensor that a function of torch returns, and a finalizer on
+its storage reports when the memory is free. Resident size would include memory kept by an allocator. Until
+then the interpreter holds the finalizer's arguments, so these must not reference the model: the mode does
+not, and neither does `is_model_data`.
 
-A later forward with larger inputs than any before is counted, too: its bytes can be more than those that the
-plan was made for.
+A later forward with larger inputs than any before is counted, too: its bytes can exceed those of the plan.
 
-The mode is on from the first forward of the iteration until its gradients are asked for, so that the loss and
-the backward are seen, too. Modes are a stack: where somebody else's is on, ours is off after each forward.
+The mode is on from the first forward of the iteration until its gradients are requested, so that the loss and
+the
+backward are included. Modes are a stack: if another mode is on, this one is off after each forward.
 A tracer that is freed in between, with its model, switches its mode off.
 """
 
@@ -37,16 +38,16 @@ from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
 if TYPE_CHECKING:
     from colossalai.zero.gemini._timeline import ChunkTimeline
 
-_LOOKS_AHEAD = 2  # periods of which the system is asked to read what lies on disk
+_LOOKS_AHEAD = 2  # periods whose sections on disk are read ahead
 
-_MOST_VALUES = 1000  # of a nest of inputs that are looked at
+_MOST_VALUES = 1000  # limit of inspected values in a nest of inputs
 
 
 class OtherBytes(TorchDispatchMode):
-    """Counts the memory of tensors that functions of torch make; see [Note: what is not model data].
+    """Counts the memory of tensors that functions of torch make; see [Note: other data].
 
     Args:
-        device: Where the memory counts.
+        device: Device of the counted memory.
         is_model_data: Whether a storage, by its address as an object, is one of chunks; it holds no chunks.
     """
 
@@ -71,7 +72,7 @@ class OtherBytes(TorchDispatchMode):
             self.stop()
 
     def stop(self) -> None:
-        """Stop counting; what has been seen is still known."""
+        """Stop counting; earlier counts are kept."""
         if self._is_on and _get_current_dispatch_mode() is self:
             self._is_on = False
             self.__exit__(None, None, None)
@@ -82,7 +83,7 @@ class OtherBytes(TorchDispatchMode):
         return peak
 
     def set_aside(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a tensor that is to be model data, and does not count while nobody knows it yet."""
+        """Return a tensor of future model data, which does not count before it is registered."""
         peak = self._peak
         tensor = make()
         self.forget(tensor)
@@ -113,7 +114,7 @@ class OtherBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive or self._is_model_data(key):
             return
-        # Memory of somebody else (a mapped file, a segment) is not all taken by the tensor that lies in it.
+        # Foreign memory (a mapped file, a segment) can be larger than the tensor in it.
         size = storage.nbytes() if storage.resizable() else tensor.numel() * tensor.element_size()
         self._alive[key] = size
         self._bytes += size

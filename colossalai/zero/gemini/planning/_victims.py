@@ -1,15 +1,16 @@
-"""Which chunks leave the compute tier: the victims of a moment, and the plan of a whole iteration.
+"""Evictions from the compute tier: the victims of a moment, and the plan of a whole iteration.
 
-A chunk that is needed has to be present; one that is present takes its bytes; one that is not has to be
-fetched before its next need, which moves them. Who goes is a matter of arithmetic on a trace, with ties
-broken by number: ranks that have the same trace decide alike, and gather the same chunks in the same order.
+A chunk that is needed has to be present; a present chunk takes its bytes; an absent one has to be fetched
+before
+its next need, which moves them. Evictions are arithmetic on a trace, with ties broken by number: ranks with
+the same trace decide alike, and gather the same chunks in the same order.
 
-# [Note: What is optimal]
+# [Note: Optimal plans]
 Optimal means: fewest bytes moved, among the plans that are the same in every iteration. See [Note: Stays].
 
-- Up to `EXACT_CHUNKS` chunks, of any sizes and with any other memory beside them, the plan is optimal (it
+- Up to `EXACT_CHUNKS` chunks, of any sizes and with any other memory, the plan is optimal (it
   takes up to seconds on one core for `EXACT_MOMENTS` uses, milliseconds for 20).
-- For more it is the better of two greedy ones, MIN and least recently used, with what still fits beside them.
+- For more it is the better of two greedy ones, MIN and least recently used, with further stays that fit.
   MIN drops the chunk needed latest (Belady 1966). For chunks of one size that is optimal wherever it does
   the same in every iteration, as on a trace that goes through the chunks and back. For several it is a guess.
 - Never are more bytes moved than by dropping the least recently used.
@@ -65,8 +66,8 @@ def choose_victims(
 
     Args:
         present: The bytes of each chunk that is present.
-        num_bytes: How many bytes to free; nobody goes for 0 or fewer.
-        order: Who goes first; the smaller number where it does not decide.
+        num_bytes: Number of bytes to free; nothing is evicted for 0 or fewer.
+        order: The order of eviction; ties by the smaller number.
         pinned: Chunks that may not be dropped now.
     """
     victims = []
@@ -81,13 +82,13 @@ def choose_victims(
 
 @dataclass(frozen=True)
 class Period:
-    """What is done at a use, in this order, and what holds until the next one.
+    """Actions at a use, in this order, and the state until the next one.
 
     Attributes:
         drop: The chunks that go before the use.
         fetch: The chunks that have to come before the use.
-        ahead: The chunks of the next use whose fetch starts when this use has what it needs.
-        present: Who is present in this period, without those that are under way.
+        ahead: The chunks of the next use whose fetch starts when this use has its chunks.
+        present: The present chunks of this period, without fetches in flight.
     """
 
     drop: tuple[int, ...]
@@ -98,10 +99,10 @@ class Period:
 
 @dataclass(frozen=True)
 class ResidencePlan:
-    """Who is present when, over one iteration that comes again and again.
+    """Present chunks over one repeated iteration.
 
-    Who is present at the start of the first planned iteration may differ from the end of the plan: then
-    whoever is not in `present` goes as well, and what is needed and absent is fetched.
+    The chunks at the start of the first planned iteration can differ from those at the end of the plan: then
+    chunks that are not in `present` are also evicted, and absent ones that are needed are fetched.
 
     Attributes:
         periods: One for each moment of the trace.
@@ -121,7 +122,7 @@ class DoesNotFit:
     Attributes:
         chunk: The chunk that is used.
         moment: The index of the use.
-        needed_bytes: It, what is held with it, and what is not chunks: the budget that would do.
+        needed_bytes: Bytes of it, of chunks held with it, and of other data: the sufficient budget.
         allowed_bytes: The budget.
     """
 
@@ -134,14 +135,14 @@ class DoesNotFit:
 def plan_residence(
     trace: Trace, sizes: Sequence[int], budget: int | None, *, out_of_date: Collection[int] = ()
 ) -> ResidencePlan | DoesNotFit:
-    """Plan who stays, who goes and who comes ahead of its use. See [Note: What is optimal].
+    """Plan stays, evictions and prefetches. See [Note: Optimal plans].
 
-    A fetch starts one period ahead if the chunk fits beside all that is there in that period, too.
+    A fetch starts one period ahead if the chunk fits in addition to all data of that period.
 
     Args:
-        trace: What every iteration does, covering that of all ranks.
+        trace: The trace of every iteration, covering those of all ranks.
         sizes: Bytes of each chunk on the compute tier when it is present, by number.
-        budget: Bytes of the compute tier for chunks and for what is not; None for no bound.
+        budget: Bytes of the compute tier for chunks and other data; None for no bound.
         out_of_date: Chunks that the optimizer writes between two iterations: they are fetched in each.
     """
     needs = [
@@ -174,7 +175,7 @@ def plan_residence(
 
 
 def _choose_stays(ring: StayRing) -> tuple[Stay, ...]:
-    """Return the best stays of a few chunks, good ones of many. See [Note: What is optimal]."""
+    """Return the best stays of a few chunks, good ones of many. See [Note: Optimal plans]."""
     latest = _greedy_stays(ring, lambda moment, _: needed_latest(ring.trace, moment))
     oldest = _greedy_stays(ring, lambda _, last_needs: least_recently_used(last_needs))
     greedy = max(ring.pack(latest), ring.pack(oldest), key=ring.saved_bytes)  # the first of equals
@@ -206,12 +207,12 @@ def _greedy_stays(ring: StayRing, order_at: Callable[[int, Mapping[int, int]], O
 
 
 def _fetches_ahead(ring: StayRing, present: Sequence[set[int]], moment: int) -> tuple[int, ...]:
-    """Return the chunks of the next use that fit beside those present in this period."""
+    """Return the chunks of the next use that fit in addition to those present in this period."""
     left = ring.room[moment] - _bytes(present[moment] - ring.trace.needed[moment], ring.sizes)
     ahead = []
     following = ring.trace.needed[(moment + 1) % len(ring.trace)] - present[moment]
     if moment + 1 == len(ring.trace):
-        following -= ring.out_of_date  # what was fetched before they are written would be of no use
+        following -= ring.out_of_date  # a fetch before they are written would be useless
     for chunk in sorted(following):
         if ring.sizes[chunk] <= left:
             ahead.append(chunk)
