@@ -9,7 +9,6 @@ Names are imported when they are first asked for, so that `colossalai --help` do
 from typing import TYPE_CHECKING, Any
 
 from colossalai import _aliases as _aliases
-from colossalai import _torch_backend as _torch_backend
 from colossalai._lazy import find_name
 from colossalai._version import __version__ as __version__
 

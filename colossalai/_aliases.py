@@ -1,7 +1,9 @@
 """Other documented spellings: a table of modules with one import finder, a table of names, no shim files.
 
 The finder also says of documented modules and names that have not landed what to use instead: `from a import
-b` asks for the module `a.b` where the package `a` has no `b`.
+b` asks for the module `a.b` where the package `a` has no `b`. And it registers the backend "shared_memory"
+with torch, in whichever order torch and the package are imported: `import colossalai` does not import torch,
+for the sake of the commands that do without.
 
 `import colossalai.context.config` gives the module `colossalai.context._config` itself, the same object under
 a second name in `sys.modules`; so its classes exist once, and `isinstance` and pickle never see the
@@ -11,11 +13,13 @@ difference. What lies below an alias follows: `colossalai.mixed_precision.x` is
 
 import importlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
+from colossalai._lazy import JOB_PARTS, find_name
 from colossalai._not_landed import NOT_LANDED
 
 ALIASES: Mapping[str, str] = {
@@ -85,18 +89,28 @@ NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Documented names of a package whose home is a package that imports it, imported at the first access."""
 
+SHARED_MEMORY = "shared_memory"
+"""Name of the torch backend whose ranks communicate through the memory of their machine."""
+
 
 class AliasFinder(MetaPathFinder):
-    """Find the modules of a table under their other names.
+    """Find the modules of a table under their other names, and extend modules of others at their import.
 
     Args:
         aliases: From alias to home.
         not_landed: What to say of modules that are not there, or of names that are in none.
+        after_import: From the name of a module to a function that is called with it right after its import.
     """
 
-    def __init__(self, aliases: Mapping[str, str], not_landed: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        aliases: Mapping[str, str],
+        not_landed: Mapping[str, str] | None = None,
+        after_import: Mapping[str, Callable[[ModuleType], None]] | None = None,
+    ) -> None:
         self.aliases = aliases
         self.not_landed = not_landed or {}
+        self.after_import = after_import or {}
         self._packages = tuple({f"{alias.partition('.')[0]}." for alias in aliases})
 
     def find_spec(
@@ -104,9 +118,13 @@ class AliasFinder(MetaPathFinder):
     ) -> ModuleSpec | None:
         """Return a spec whose loader hands out the home module, None for a name that is not an alias.
 
+        For a module of `after_import`, return its own spec, whose loader calls the function as well.
+
         Raises:
             ImportError: `fullname` has not landed.
         """
+        if fullname in self.after_import:
+            return self._extended(fullname, path, target)
         if not fullname.startswith(self._packages):  # asked about every import of the process: be quick
             return None
         if fullname in self.not_landed:
@@ -114,6 +132,23 @@ class AliasFinder(MetaPathFinder):
             raise ImportError(self.not_landed[fullname], name=fullname)
         home = self._home(fullname)
         return None if home is None else ModuleSpec(fullname, _HomeLoader(home))
+
+    def _extended(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None
+    ) -> ModuleSpec | None:
+        """Return the spec of the finders after this one; its loader calls the function of `after_import`."""
+        others = (finder for finder in sys.meta_path if finder is not self)
+        specs = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in specs if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute, extend = spec.loader.exec_module, self.after_import[fullname]
+
+            def execute_and_extend(module: ModuleType) -> None:
+                execute(module)
+                extend(module)
+
+            spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
+        return spec
 
     def _home(self, name: str) -> str | None:
         """Look up a module, or the nearest package above it, in the table."""
@@ -145,11 +180,26 @@ class _HomeLoader(Loader):
         module.__spec__ = self._home_spec
 
 
+def _register_shared_memory(distributed: ModuleType) -> None:
+    """Register the backend in `torch.distributed.distributed_c10d`, if this torch can communicate."""
+    backends = getattr(distributed, "Backend", None)
+    if backends is not None:
+        backends.register_backend(SHARED_MEMORY, _make_group, extended_api=True, devices=["cpu"])
+
+
+def _make_group(options: Any, _: Any = None) -> Any:
+    """Make the process group that torch requests; its modules are imported at the first call."""
+    return find_name("colossalai", JOB_PARTS, "make_group")(options)
+
+
 def _install(finder: AliasFinder) -> None:
     """Put the finder before those that look for files; once, even if this module is reloaded."""
     key = (AliasFinder.__module__, AliasFinder.__qualname__)
     sys.meta_path[:] = [f for f in sys.meta_path if (type(f).__module__, type(f).__qualname__) != key]
     sys.meta_path.insert(0, finder)
+    for name, extend in finder.after_import.items():
+        if name in sys.modules:
+            extend(sys.modules[name])
 
 
-_install(AliasFinder(ALIASES, NOT_LANDED))
+_install(AliasFinder(ALIASES, NOT_LANDED, {"torch.distributed.distributed_c10d": _register_shared_memory}))

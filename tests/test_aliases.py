@@ -111,6 +111,40 @@ def test_find_spec_imports_nothing(load: Callable[[str], ModuleType]) -> None:
     assert "house.home" not in sys.modules
 
 
+def test_a_module_is_extended_after_its_import(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    finder = _aliases.AliasFinder(
+        ALIASES, after_import={"house.home._leaf": lambda leaf: seen.append(leaf.RUNS)}
+    )
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    load("house.home")
+    assert importlib.util.find_spec("house.home._leaf") is not None
+    assert seen == [[1]]
+    importlib.reload(load("house.home._leaf"))
+    assert seen == [[1], [1]]
+
+
+BACKEND = """
+import sys
+{first}
+assert ("torch" in sys.modules) == {has_torch}
+{then}
+assert "shared_memory" in torch.distributed.Backend.backend_list
+"""
+
+
+@pytest.mark.parametrize("torch_first", [True, False])
+def test_the_backend_is_registered_in_either_order(torch_first: bool) -> None:
+    first, then = "import colossalai", "import torch.distributed"
+    if torch_first:
+        first, then = then, first
+    program = BACKEND.format(first=first, then=then, has_torch=torch_first)
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_one_finder_even_after_a_reload() -> None:
     def count() -> int:
         return sum(type(finder).__name__ == "AliasFinder" for finder in sys.meta_path)

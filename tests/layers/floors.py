@@ -7,7 +7,6 @@ FLOORS = {
     "_aliases": 0,
     "_lazy": 0,
     "_not_landed": 0,
-    "_torch_backend": 0,
     "_version": 0,
     "logging": 0,
     "registry": 0,

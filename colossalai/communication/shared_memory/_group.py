@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from colossalai._torch_backend import NAME
+from colossalai._aliases import SHARED_MEMORY
 from colossalai.communication.shared_memory._calls import REDUCTIONS, Call
 from colossalai.communication.shared_memory._collectives import check_reduction
 from colossalai.communication.shared_memory._membership import Membership
@@ -87,7 +87,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
-        return NAME
+        return SHARED_MEMORY
 
     def getGroupName(self) -> str:
         """Return the name of the group."""

@@ -29,7 +29,7 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 
-from colossalai._torch_backend import NAME
+from colossalai._aliases import SHARED_MEMORY
 from colossalai.communication.shared_memory import _collectives as within
 from colossalai.communication.shared_memory._calls import AGREED_SIZE, Call, disagreement
 from colossalai.communication.shared_memory._group import SharedMemoryGroup
@@ -100,7 +100,7 @@ def make_group(options: Any) -> Any:
     rank, num_ranks, timeout = options.group_rank, options.group_size, options.timeout
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
-    store = dist.PrefixStore(NAME, options.store)
+    store = dist.PrefixStore(SHARED_MEMORY, options.store)
     island = meet(
         store,
         rank,
