@@ -28,7 +28,8 @@ ALIASES: Mapping[str, str] = {
     "colossalai.amp.naive_amp": "colossalai.amp._amp_type",
     "colossalai.amp.torch_amp": "colossalai.amp._amp_type",
     "colossalai.auto_parallel.tensor_shard.initialize": "colossalai.auto_parallel.tensor_shard._initialize",
-    "colossalai.builder.pipeline": "colossalai.builder._pipeline",
+    "colossalai.builder": "colossalai.compat.builder",
+    "colossalai.builder.pipeline": "colossalai.compat.builder._pipeline",
     "colossalai.cluster.dist_coordinator": "colossalai.cluster._dist_coordinator",
     "colossalai.constants": "colossalai.context._group_initializer",
     "colossalai.context.config": "colossalai.context._config",
@@ -40,6 +41,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.context.random": "colossalai.context._random",
     "colossalai.device.device_mesh": "colossalai.device._device_mesh",
     "colossalai.gemini": "colossalai.zero.gemini",
+    "colossalai.global_variables": "colossalai.compat._global_variables",
     "colossalai.interface": "colossalai.runtime._wrapper",
     "colossalai.mixed_precision": "colossalai.booster.mixed_precision",
     "colossalai.model_zoo.moe.models": "colossalai.model_zoo.moe._models",
@@ -59,18 +61,19 @@ ALIASES: Mapping[str, str] = {
     "colossalai.tensor.colo_parameter": "colossalai.tensor.colo._tensor",
     "colossalai.tensor.compute_spec": "colossalai.tensor.colo._specs",
     "colossalai.tensor.distspec": "colossalai.tensor.colo._specs",
-    "colossalai.tensor.tensor_spec": "colossalai.tensor.colo._specs",
     "colossalai.tensor.shape_consistency": "colossalai.tensor.conversion._shape_consistency",
     "colossalai.tensor.sharding_spec": "colossalai.tensor._spec",
+    "colossalai.tensor.tensor_spec": "colossalai.tensor.colo._specs",
+    "colossalai.utils": "colossalai.compat.utils",
     "colossalai.utils.activation_checkpoint": "colossalai.nn._checkpoint",
-    "colossalai.utils.checkpointing": "colossalai.utils._checkpoint",
-    "colossalai.utils.common": "colossalai.utils._parallel",
-    "colossalai.utils.cuda": "colossalai.utils._device",
-    "colossalai.utils.data_sampler": "colossalai.utils._dataloader",
-    "colossalai.utils.memory": "colossalai.utils._memory",
+    "colossalai.utils.checkpointing": "colossalai.compat.utils._checkpoint",
+    "colossalai.utils.common": "colossalai.compat.utils._parallel",
+    "colossalai.utils.cuda": "colossalai.compat.utils._device",
+    "colossalai.utils.data_sampler": "colossalai.compat.utils._dataloader",
+    "colossalai.utils.memory": "colossalai.compat.utils._memory",
     "colossalai.utils.model": "colossalai.zero",
     "colossalai.utils.model.colo_init_context": "colossalai.zero._init_context",
-    "colossalai.utils.profiler": "colossalai.utils._profiler",
+    "colossalai.utils.profiler": "colossalai.compat.utils._profiler",
     "colossalai.utils.timer": "colossalai.trainer._timer",
 }
 """From a documented module to the module that is its home."""
@@ -108,8 +111,8 @@ class AliasFinder(MetaPathFinder):
         not_landed: Mapping[str, str] | None = None,
         after_import: Mapping[str, Callable[[ModuleType], None]] | None = None,
     ) -> None:
-        self.aliases = aliases
-        self.not_landed = not_landed or {}
+        self.aliases = _also_below_homes(aliases, aliases)
+        self.not_landed = _also_below_homes(not_landed or {}, aliases)
         self.after_import = after_import or {}
         self._packages = tuple({f"{alias.partition('.')[0]}." for alias in aliases})
 
@@ -130,7 +133,7 @@ class AliasFinder(MetaPathFinder):
         if fullname in self.not_landed:
             # No ModuleNotFoundError: `from a import b` would pass over it and say that there is no `b`.
             raise ImportError(self.not_landed[fullname], name=fullname)
-        home = self._home(fullname)
+        home = _home(fullname, self.aliases)
         return None if home is None else ModuleSpec(fullname, _HomeLoader(home))
 
     def _extended(
@@ -150,16 +153,6 @@ class AliasFinder(MetaPathFinder):
             spec.loader.exec_module = execute_and_extend  # type: ignore[method-assign]
         return spec
 
-    def _home(self, name: str) -> str | None:
-        """Look up a module, or the nearest package above it, in the table."""
-        above, below = name, ""
-        while above:
-            if above in self.aliases:
-                return self.aliases[above] + below
-            above, dot, last = above.rpartition(".")
-            below = dot + last + below
-        return None
-
 
 class _HomeLoader(Loader):
     """Load an alias: import the home and give that very module."""
@@ -178,6 +171,31 @@ class _HomeLoader(Loader):
         # spec into it; with that one importlib.reload and the submodule lookup would take the alias for the
         # module.
         module.__spec__ = self._home_spec
+
+
+def _home(name: str, aliases: Mapping[str, str]) -> str | None:
+    """Look up a module, or the nearest package above it, in the table."""
+    above, below = name, ""
+    while above:
+        if above in aliases:
+            return aliases[above] + below
+        above, dot, last = above.rpartition(".")
+        below = dot + last + below
+    return None
+
+
+def _also_below_homes(table: Mapping[str, str], aliases: Mapping[str, str]) -> dict[str, str]:
+    """Return a table with each name below an alias also spelled below the home of that alias.
+
+    `from a import b` looks for the module `b` below the `__name__` of the module `a`, which is its home's.
+    """
+    found = dict(table)
+    for name, value in table.items():
+        above, _, last = name.rpartition(".")
+        home = _home(above, aliases)
+        if home is not None:
+            found[f"{home}.{last}"] = value
+    return found
 
 
 def _register_shared_memory(distributed: ModuleType) -> None:

@@ -27,6 +27,7 @@ TREE = {
 ALIASES = {
     "house.short": "house.home",
     "house.away.leaf": "house.home._leaf",
+    "house.short.twig": "house.home._leaf",
     "house.gone": "house.nowhere",
     "house.bad": "house.broken",
     "house.circle_alias": "house.circle",
@@ -77,6 +78,24 @@ def test_what_is_below_an_alias_follows(load: Callable[[str], ModuleType]) -> No
     assert below is load("house.home._leaf")
     assert below.RUNS == [1]
     assert load("house.short") is load("house.home")
+
+
+def test_an_alias_below_an_alias_is_a_name_of_it(load: Callable[[str], ModuleType]) -> None:
+    scope: dict[str, object] = {}
+    exec("from house.short import twig", scope)  # looks for `house.home.twig`, as the package is `house.home`
+    assert scope["twig"] is load("house.short.twig") is load("house.home._leaf")
+    with pytest.raises(ImportError, match="cannot import name 'bough'"):
+        exec("from house.short import bough", scope)
+
+
+def test_what_has_not_landed_below_an_alias_says_so(
+    load: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    finder = _aliases.AliasFinder(ALIASES, {"house.short.bough": "take a twig"})
+    monkeypatch.setattr(sys, "meta_path", [finder, *sys.meta_path])
+    for statement in ("import house.short.bough", "from house.short import bough"):
+        with pytest.raises(ImportError, match="take a twig"):
+            exec(statement, {})
 
 
 def test_a_home_may_use_its_own_alias(load: Callable[[str], ModuleType]) -> None:
@@ -156,7 +175,7 @@ def test_one_finder_even_after_a_reload() -> None:
 
 def test_no_alias_has_a_file() -> None:
     root = Path(_aliases.__file__).parent.parent
-    for alias, home in _aliases.ALIASES.items():
+    for alias, home in _aliases.AliasFinder(_aliases.ALIASES).aliases.items():
         path = root / Path(*alias.split("."))
         assert not path.with_suffix(".py").exists(), alias
         assert not (path / "__init__.py").exists(), alias
@@ -167,10 +186,12 @@ CHECK_ALL = """
 import importlib, pkgutil
 from colossalai._aliases import ALIASES
 for alias, home in ALIASES.items():
-    module = importlib.import_module(alias)
-    assert module is importlib.import_module(home), alias
-    assert module.__spec__.name == home, alias
     parent, _, name = alias.rpartition(".")
+    scope = {}
+    exec(f"from {parent} import {name}", scope)
+    module = importlib.import_module(alias)
+    assert scope[name] is module is importlib.import_module(home), alias
+    assert module.__spec__.name == home, alias
     assert getattr(importlib.import_module(parent), name) is module, alias
     for _, name, _ in pkgutil.iter_modules(getattr(module, "__path__", ())):
         below = importlib.import_module(f"{alias}.{name}")

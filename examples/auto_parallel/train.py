@@ -15,10 +15,10 @@ import time
 
 import torch
 import torch.distributed as dist
-from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize, initialize_model
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize, initialize_model
 from colossalai.device import DeviceMesh
 from colossalai.logging import get_dist_logger
 from colossalai.model_zoo.resnet import resnet18

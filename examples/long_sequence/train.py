@@ -13,11 +13,11 @@ import sys
 from pathlib import Path
 
 import torch
-from colossalai.cluster.dist_coordinator import priority_execution
 from memory import MB, SavedActivations
 from torch import Tensor
 
 import colossalai
+from colossalai.cluster.dist_coordinator import priority_execution
 from colossalai.core import global_context as gpc
 from colossalai.engine import Engine
 from colossalai.model_zoo.bert import Bert, BertConfig, BertMLMLoss

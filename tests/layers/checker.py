@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,6 +11,7 @@ from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 from tests.layers.floors import (
+    COMPAT,
     CONTEXT_READERS,
     DOORS,
     FACADES,
@@ -25,7 +27,7 @@ from tests.layers.floors import (
 VENDOR_WORD = "cuda"
 CONTEXT_NAME = "global_context"
 ASKING_NAME = "launched_job"
-_REFUSES_NAMES = "__getattr__ = partial(refuse_name, __name__)"
+_REFUSES_NAMES = re.compile(r"__getattr__ = partial\(refuse_name, (__name__|'colossalai\.[a-z_.]+')\)")
 
 
 @dataclass(frozen=True)
@@ -139,6 +141,19 @@ def homes_in_other_packages(package: Package) -> Iterator[str]:
                 yield f"{module.relative_path}:{node.lineno}: {node.value} is the home of an alias"
 
 
+def older_spellings(package: Package) -> Iterator[str]:
+    """The modules of `compat` are named by the table of aliases alone; docstrings may name them, too."""
+    prefix = f"{ROOT}.{COMPAT}"
+    for module in package.modules.values():
+        if module.relative_path == "_aliases.py" or _sub_package(module.name) == COMPAT:
+            continue
+        docstrings = {id(text) for text in _docstrings(module.tree)}
+        for node in ast.walk(module.tree):
+            is_named = _is_text(node) and f"{node.value}.".startswith(f"{prefix}.")
+            if is_named and id(node) not in docstrings:
+                yield f"{module.relative_path}:{node.lineno}: names {node.value}: only _aliases.py does"
+
+
 def wrong_targets(package: Package) -> Iterator[str]:
     """What is imported exists, and under its own name."""
     for module, imported in _all_imports(package):
@@ -197,7 +212,7 @@ def vague_names(package: Package) -> Iterator[str]:
     """No file or folder with a name that fits everything; the documented facades are the exception."""
     for module in package.modules.values():
         last = module.name.rpartition(".")[2]
-        is_facade = module.is_package and _sub_package(module.name) == last in FACADES
+        is_facade = module.is_package and module.name.removeprefix(f"{ROOT}.") in FACADES
         if last.strip("_") in VAGUE_NAMES and not is_facade:
             yield f"{module.relative_path}: {last!r} does not say what is inside"
 
@@ -252,6 +267,7 @@ RULES: tuple[Callable[[Package], Iterator[str]], ...] = (
     upward_imports,
     forbidden_neighbours,
     homes_in_other_packages,
+    older_spellings,
     wrong_targets,
     cycles,
     missing_inits,
@@ -359,7 +375,7 @@ def _may_be_in_init(statement: ast.stmt, *, is_lazy: bool) -> bool:
     if _is_type_checking(statement):
         return all(isinstance(inner, ast.Import | ast.ImportFrom) for inner in statement.body)
     if isinstance(statement, ast.If) and ast.unparse(statement.test) == "not TYPE_CHECKING":
-        return [ast.unparse(inner) for inner in statement.body] == [_REFUSES_NAMES]
+        return [bool(_REFUSES_NAMES.fullmatch(ast.unparse(inner))) for inner in statement.body] == [True]
     if isinstance(statement, ast.Assign | ast.AnnAssign):
         targets = statement.targets if isinstance(statement, ast.Assign) else [statement.target]
         names = {target.id if isinstance(target, ast.Name) else "" for target in targets}

@@ -39,17 +39,18 @@ FLOORS = {
     "cli": 5,
     "core": 5,  # the global context under its documented name: below the doors nothing reads it
     "engine": 5,
-    "global_variables": 5,
     "initialize": 5,
     "serving": 5,
     "trainer": 5,
     # 6: the package itself gathers the doors; what stands on them; the facades may import anything
     "": 6,
     "chat": 6,
-    "builder": 6,
+    "compat": 6,
     "testing": 6,
-    "utils": 6,
 }
+
+# Older spellings: `_aliases.py` alone names its modules.
+COMPAT = "compat"
 
 # Nothing below imports these; a facade may import another one only through its home.
 TOP = 6
@@ -76,7 +77,7 @@ CONTEXT_READERS = {
 
 # Names that say nothing about what is inside. The facade folders are documented names.
 VAGUE_NAMES = ("utils", "util", "common", "helpers", "helper", "misc")
-FACADES = ("utils", "testing", "builder")
+FACADES = ("compat.utils", "testing")
 
 # Where the name of one vendor's devices has to be spelled, and why.
 VENDOR_FILES = {

@@ -48,7 +48,10 @@ GOOD = {
     "pipeline/__init__.py": "",
     "nn/__init__.py": "",
     "nn/optimizer/__init__.py": "",
-    "utils/__init__.py": "from colossalai.context import Mesh as Mesh\n",
+    "testing/__init__.py": "from colossalai.context import Mesh as Mesh\n",
+    "compat/__init__.py": "",
+    "compat/utils/__init__.py": "from colossalai.context import Mesh as Mesh\n",
+    "_aliases.py": "HOMES = {'colossalai.utils': 'colossalai.compat.utils'}\n",
     "cluster/__init__.py": "",
     "cluster/_doctor.py": "import torch\ntorch.cuda.nccl.version()\n",
 }
@@ -76,12 +79,24 @@ PLANTED = {
         "floor 0 (logging) imports",
     ),
     "facade": (
-        {"nn/__init__.py": "from colossalai.utils import Mesh"},
-        "floor 3 (nn) imports colossalai.utils of floor 6",
+        {"nn/__init__.py": "from colossalai.testing import Mesh"},
+        "floor 3 (nn) imports colossalai.testing of floor 6",
     ),
     "facade from a facade": (
-        {"testing/__init__.py": "from colossalai.utils import Mesh"},
+        {"testing/__init__.py": "from colossalai.compat.utils import Mesh"},
         "nothing inside imports a facade",
+    ),
+    "older spelling": (
+        {"nn/_a.py": "import colossalai.compat.utils"},
+        "floor 3 (nn) imports colossalai.compat.utils of floor 6",
+    ),
+    "older spelling under its documented path": (
+        {"nn/_a.py": "def f():\n    from colossalai.utils import Mesh"},
+        "colossalai.utils is an alias for users",
+    ),
+    "older spelling as data": (
+        {"nn/_a.py": "HOME = 'colossalai.compat.utils'"},
+        "nn/_a.py:1: names colossalai.compat.utils: only _aliases.py does",
     ),
     "the package itself": (
         {"nn/_a.py": "import colossalai"},
@@ -116,6 +131,10 @@ PLANTED = {
     ),
     "no __init__": ({"lazy/_a.py": ""}, "lazy/_a.py: its folder has no __init__.py"),
     "star": ({"nn/__init__.py": "from colossalai.context import *"}, "nn/__init__.py:1: import *"),
+    "another default in an __init__": (
+        {"nn/__init__.py": "if not TYPE_CHECKING:\n    __getattr__ = partial(f, __name__)"},
+        "code in an __init__",
+    ),
     "function in an __init__": ({"nn/__init__.py": "def f(): ..."}, "nn/__init__.py:1: code in an __init__"),
     "call in an __init__": ({"nn/__init__.py": "X = f()"}, "code in an __init__"),
     "call in __all__": ({"nn/__init__.py": "__all__ = dir()"}, "code in an __init__"),
@@ -124,6 +143,7 @@ PLANTED = {
     "vague file": ({"nn/_utils.py": ""}, "nn/_utils.py: '_utils' does not say what is inside"),
     "vague folder": ({"nn/common/__init__.py": ""}, "'common' does not say"),
     "vague folder named as a facade": ({"nn/utils/__init__.py": ""}, "'utils' does not say"),
+    "vague folder where a facade was": ({"utils/__init__.py": ""}, "'utils' does not say"),
     "vague file in the root": ({"helpers.py": ""}, "'helpers' does not say"),
     "device attribute": ({"nn/_a.py": "import torch\nx = torch.cuda"}, "nn/_a.py:2: spells cuda"),
     "device text": ({"nn/_a.py": "x = 'cuda:0'"}, "nn/_a.py:1: spells cuda"),

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.model_zoo.moe.models import VanillaFFN, Widenet, moe_mlp_args, moe_sa_args
 from torch import nn
 
 import colossalai
 from colossalai.core import global_context as gpc
+from colossalai.model_zoo.moe.models import VanillaFFN, Widenet, moe_mlp_args, moe_sa_args
 from colossalai.nn import MoeLoss
 from colossalai.nn.layer.moe import NormalNoiseGenerator
 from colossalai.testing import ParityCase, check_parity

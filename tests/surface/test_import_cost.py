@@ -72,7 +72,13 @@ def test_nothing_heavy_is_imported(modules: list[str]) -> None:
 
 
 def test_sub_packages_that_are_not_needed_are_not_imported(modules: list[str]) -> None:
-    facades = ("colossalai.utils", "colossalai.testing", "colossalai.cli", "colossalai.trainer")
+    facades = (
+        "colossalai.compat",
+        "colossalai.utils",
+        "colossalai.testing",
+        "colossalai.cli",
+        "colossalai.trainer",
+    )
     of_one_method = (
         "colossalai.zero._wrappers",
         "colossalai.zero.gemini._method",

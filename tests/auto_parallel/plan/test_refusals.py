@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize, initialize_device_mesh
 from torch import Tensor, nn
 
 import colossalai
 from colossalai.auto_parallel import AutoPlan, load_plan, make_plan
 from colossalai.auto_parallel.solver._choice import BudgetError
+from colossalai.auto_parallel.tensor_shard.initialize import autoparallelize, initialize_device_mesh
 from colossalai.booster import Booster
 from colossalai.booster.plugin import AutoPlugin
 from colossalai.core import global_context as gpc

@@ -8,15 +8,15 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
+import colossalai
+from colossalai.auto_parallel import load_plan, make_plan
 from colossalai.auto_parallel.tensor_shard.initialize import (
     autoparallelize,
     initialize_device_mesh,
     initialize_model,
 )
-from torch import Tensor, nn
-
-import colossalai
-from colossalai.auto_parallel import load_plan, make_plan
 from colossalai.core import global_context as gpc
 from colossalai.device import DeviceMesh
 from colossalai.tensor import spec_of

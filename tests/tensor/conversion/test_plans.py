@@ -5,7 +5,6 @@ import random
 
 import pytest
 import torch
-from colossalai.tensor.shape_consistency import ShapeConsistencyManager
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -15,6 +14,7 @@ from colossalai.tensor.conversion._direct import axes_between, busiest, transfer
 from colossalai.tensor.conversion._layout import Extents
 from colossalai.tensor.conversion._moves import one_step_moves
 from colossalai.tensor.conversion._path import difference
+from colossalai.tensor.shape_consistency import ShapeConsistencyManager
 from tests.tensor.conversion.layouts import all_layouts, all_pairs
 from tests.tiers import further, in_soak
 

@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from colossalai.gemini import ChunkManager, GeminiManager
-from colossalai.utils.model.colo_init_context import ColoInitContext
 from packaging import version
 from torch import nn
 from transformers import GPT2Config, GPT2LMHeadModel
@@ -18,10 +16,12 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.core import global_context as gpc
+from colossalai.gemini import ChunkManager, GeminiManager
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.parallel import GeminiDDP, ZeroDDP
 from colossalai.tensor import ReplicaSpec
 from colossalai.utils import get_current_device
+from colossalai.utils.model.colo_init_context import ColoInitContext
 from colossalai.zero import (
     GeminiAdamOptimizer,
     ZeroModel,

@@ -1,6 +1,7 @@
 """Division that must come out even."""
 
 import pytest
+
 from colossalai.nn.layer.utils import divide
 
 pytestmark = pytest.mark.unit

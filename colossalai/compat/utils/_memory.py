@@ -5,8 +5,8 @@ import logging
 
 import torch
 
+from colossalai.compat.utils._device import get_current_device
 from colossalai.logging import DistributedLogger, get_dist_logger
-from colossalai.utils._device import get_current_device
 
 _MB, _GB = 2**20, 2**30
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from torch import nn
 
-from colossalai.builder._config import build_module
+from colossalai.compat.builder._config import build_module
 from colossalai.context import ParallelMode, global_context
 from colossalai.pipeline.stages import PartitionMethod, cut_sequential
 from colossalai.pipeline.stages import partition_balanced as partition_balanced

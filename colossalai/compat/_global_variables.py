@@ -77,5 +77,5 @@ moe_env = MOE_CONTEXT
 """How its experts are spread, and the auxiliary loss of the forward that ran last."""
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, "colossalai.global_variables")  # PEP 562: names that have not landed
 __path__: list[str] = []  # the import of a name that is not here asks the finder, as that of a package does

@@ -6,8 +6,6 @@ import logging
 
 import pytest
 import torch
-from colossalai.interface import ModelWrapper, OptimizerWrapper
-from colossalai.utils.profiler import CommProfiler, ProfilerContext, profile
 from torch import nn
 
 import colossalai
@@ -19,10 +17,12 @@ from colossalai.communication import all_reduce
 from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
 from colossalai.global_variables import tensor_parallel_env
+from colossalai.interface import ModelWrapper, OptimizerWrapper
 from colossalai.logging import get_dist_logger
 from colossalai.nn import Linear1D_Col
 from colossalai.testing import assert_equal_in_group, check_state_dict_equal
 from colossalai.utils import common, memory
+from colossalai.utils.profiler import CommProfiler, ProfilerContext, profile
 from tests.ranks import run_ranks
 
 
