@@ -40,6 +40,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.context.process_group_initializer": "colossalai.context._group_initializer",
     "colossalai.context.random": "colossalai.context._random",
     "colossalai.device.device_mesh": "colossalai.device._device_mesh",
+    "colossalai.engine.gradient_handler": "colossalai.compat.gradient_handler",
     "colossalai.gemini": "colossalai.zero.gemini",
     "colossalai.global_variables": "colossalai.compat._global_variables",
     "colossalai.interface": "colossalai.runtime._wrapper",

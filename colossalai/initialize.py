@@ -19,8 +19,7 @@ from colossalai.context import launch as launch
 from colossalai.context import launch_from_openmpi as launch_from_openmpi
 from colossalai.context import launch_from_slurm as launch_from_slurm
 from colossalai.context import launch_from_torch as launch_from_torch
-from colossalai.engine import Engine
-from colossalai.engine.gradient_handler import MoeGradientHandler, build_gradient_handler
+from colossalai.engine import Engine, build_gradient_handler
 from colossalai.engine.schedule import BaseSchedule, NonPipelineSchedule, PipelineSchedule
 from colossalai.nn.layer.moe import MoeExperts
 from colossalai.runtime import (
@@ -96,7 +95,7 @@ def initialize(
         [build_gradient_handler(entry, raw, wrapped) for entry in plan.gradient_handlers] if wrapped else []
     )
     if wrapped and not handlers and _has_experts(raw):
-        handlers = [MoeGradientHandler(raw, wrapped, averaged=True)]
+        handlers = [build_gradient_handler({"type": "MoeGradientHandler", "averaged": True}, raw, wrapped)]
     step = TrainingStep(
         assembled,
         wrapped,

@@ -9,7 +9,7 @@ import torch
 from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
 from colossalai.checkpoint_io import Stateful
 from colossalai.context import Axis, Mesh, names_arguments
-from colossalai.engine.gradient_handler import BaseGradientHandler
+from colossalai.engine._gradient_handler import BaseGradientHandler
 from colossalai.engine.schedule import BaseSchedule
 from colossalai.runtime import (
     Criterion,

@@ -1,8 +1,7 @@
 """Gradient handlers: they make gradients equal over ranks after the backward, as a config names them."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, final
+from collections.abc import Iterable, Iterator
+from typing import final
 
 import torch
 from torch import nn
@@ -11,6 +10,7 @@ from torch.optim import Optimizer
 from colossalai.amp import OptimizerWrapper
 from colossalai.communication import all_reduce
 from colossalai.context import Axis, ParallelMode, global_context
+from colossalai.engine import BaseGradientHandler
 from colossalai.nn.parallel import EarlierMeans
 from colossalai.pipeline.stages import sync_shared_grads
 from colossalai.registry import GRADIENT_HANDLER
@@ -72,23 +72,6 @@ def _buckets(
             bucket = open_buckets[kind] = []
         bucket.append(param.grad)
     yield from ((sync, bucket) for (_, _, sync), bucket in open_buckets.items())
-
-
-class BaseGradientHandler(ABC):
-    """Makes the gradients equal over ranks: after the last backward of a window, before clipping.
-
-    Args:
-        model: The model.
-        optimizer: Its optimizer.
-    """
-
-    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
-        self._model = model
-        self._optimizer = optimizer
-
-    @abstractmethod
-    def handle_gradient(self) -> None:
-        """Change the gradients of the model in place."""
 
 
 @GRADIENT_HANDLER.register_module
@@ -194,18 +177,3 @@ class ZeROGradientHandler(BaseGradientHandler):
     def handle_gradient(self) -> None:
         """Finish the means; collective over the replicas."""
         self._shards.finish_means()
-
-
-def build_gradient_handler(
-    config: Mapping[str, Any], model: nn.Module, optimizer: Optimizer
-) -> BaseGradientHandler:
-    """Build the handler that `dict(type=..., ...)` names; further entries are its arguments.
-
-    Raises:
-        ValueError: No handler is registered under that name, or what is registered is not one.
-    """
-    arguments = {key: value for key, value in config.items() if key != "type"}
-    handler = GRADIENT_HANDLER.get_module(config["type"])(model, optimizer, **arguments)
-    if not isinstance(handler, BaseGradientHandler):
-        raise ValueError(f"gradient handler {config['type']!r} is not a subclass of BaseGradientHandler")
-    return handler
