@@ -106,7 +106,7 @@ test-all: test long gloo matrix cluster
 # Jobs of tests talk through shared memory; here those whose numbers matter talk over gloo.
 gloo: setup
 	TESTS_BACKEND=gloo $(PYTEST) $(WORKERS) -m "dist and not cluster and not long" tests/parity \
-		tests/zero/test_*.py tests/zero/gemini/test_doors.py tests/communication/test_*.py tests/pipeline/execution tests/nn/layer
+		tests/zero/test_*.py tests/compat/test_{zero,gemini}_wrappers.py tests/communication/test_*.py tests/pipeline/execution tests/nn/layer
 
 soak: setup
 	SOAK=1 PYTEST_ADDOPTS="-o faulthandler_timeout=10800" $(PYTEST) --silence=14400 $(WORKERS) -m soak

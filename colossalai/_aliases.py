@@ -54,9 +54,9 @@ ALIASES: Mapping[str, str] = {
     "colossalai.nn.layer.wrapper": "colossalai.pipeline.stages._tied_weights",
     "colossalai.nn.moe": "colossalai.nn.layer.moe",
     "colossalai.nn.optimizer.cpu_adam": "colossalai.nn.optimizer._cpu_adam",
-    "colossalai.nn.optimizer.gemini_optimizer": "colossalai.zero.gemini._wrappers",
+    "colossalai.nn.optimizer.gemini_optimizer": "colossalai.compat._gemini_wrappers",
     "colossalai.nn.optimizer.hybrid_adam": "colossalai.nn.optimizer._hybrid_adam",
-    "colossalai.nn.optimizer.zero_optimizer": "colossalai.zero.gemini._wrappers",
+    "colossalai.nn.optimizer.zero_optimizer": "colossalai.compat._gemini_wrappers",
     "colossalai.pipeline.pipelinable": "colossalai.pipeline.stages._pipelinable",
     "colossalai.pipeline.utils": "colossalai.pipeline.stages._partition",
     "colossalai.tensor.colo_parameter": "colossalai.tensor.colo._tensor",
@@ -76,6 +76,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.utils.model.colo_init_context": "colossalai.zero._init_context",
     "colossalai.utils.profiler": "colossalai.compat.utils._profiler",
     "colossalai.utils.timer": "colossalai.trainer._timer",
+    "colossalai.zero.gemini.chunk": "colossalai.compat.chunk",
 }
 """From a documented module to the module that is its home."""
 
@@ -85,10 +86,27 @@ NAMES: Mapping[str, Mapping[str, str]] = {
         "save_moe_model": "colossalai.runtime",
     },
     "colossalai.nn.parallel": {
-        "GeminiDDP": "colossalai.zero",
-        "ZeroDDP": "colossalai.zero",
-        "zero_model_wrapper": "colossalai.zero",
-        "zero_optim_wrapper": "colossalai.zero",
+        "GeminiDDP": "colossalai.compat._gemini_wrappers",
+        "ZeroDDP": "colossalai.compat._gemini_wrappers",
+        "zero_model_wrapper": "colossalai.compat._zero_wrappers",
+        "zero_optim_wrapper": "colossalai.compat._zero_wrappers",
+    },
+    "colossalai.zero": {
+        "GeminiAdamOptimizer": "colossalai.compat._gemini_wrappers",
+        "GeminiDDP": "colossalai.compat._gemini_wrappers",
+        "ZeroDDP": "colossalai.compat._gemini_wrappers",
+        "ZeroOptimizer": "colossalai.compat._gemini_wrappers",
+        "zero_model_wrapper": "colossalai.compat._zero_wrappers",
+        "zero_optim_wrapper": "colossalai.compat._zero_wrappers",
+    },
+    "colossalai.zero.gemini": {
+        "ChunkManager": "colossalai.compat.chunk",
+        "GeminiAdamOptimizer": "colossalai.compat._gemini_wrappers",
+        "GeminiDDP": "colossalai.compat._gemini_wrappers",
+        "GeminiManager": "colossalai.compat.chunk",
+        "ZeroDDP": "colossalai.compat._gemini_wrappers",
+        "ZeroOptimizer": "colossalai.compat._gemini_wrappers",
+        "get_static_torch_model": "colossalai.compat._gemini_wrappers",
     },
 }
 """Documented names of a package whose home is a package that imports it, imported at the first access."""

@@ -87,7 +87,7 @@ PACKAGE_MODULES = (
     "colossalai.trainer.hooks",
     "colossalai.testing",
     "colossalai.zero.gemini",
-    "colossalai.zero.gemini._wrappers",
+    "colossalai.compat._gemini_wrappers",
     "encodings.idna",
     "numpy.ma",
 )

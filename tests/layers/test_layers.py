@@ -44,7 +44,7 @@ GOOD = {
     "context/_mesh.py": "from colossalai.logging import log\nclass Mesh: ...\n",
     "logging/__init__.py": "from ._logger import log as log\n",
     "logging/_logger.py": '"""The word cuda is allowed here."""\ndef log(): ...  # and cuda here\n',
-    "zero/__init__.py": "",
+    "zero/__init__.py": "if TYPE_CHECKING:\n    from colossalai.compat.utils import Mesh as Mesh\n",
     "pipeline/__init__.py": "",
     "nn/__init__.py": "",
     "nn/optimizer/__init__.py": "",
@@ -93,6 +93,10 @@ PLANTED = {
     "older spelling under its documented path": (
         {"nn/_a.py": "def f():\n    from colossalai.utils import Mesh"},
         "colossalai.utils is an alias for users",
+    ),
+    "older spelling for types, not in a face": (
+        {"nn/_a.py": "if TYPE_CHECKING:\n    from colossalai.compat.utils import Mesh"},
+        "floor 3 (nn) imports colossalai.compat.utils of floor 6",
     ),
     "older spelling as data": (
         {"nn/_a.py": "HOME = 'colossalai.compat.utils'"},

@@ -80,7 +80,6 @@ def test_sub_packages_that_are_not_needed_are_not_imported(modules: list[str]) -
         "colossalai.trainer",
     )
     of_one_method = (
-        "colossalai.zero._wrappers",
         "colossalai.zero.gemini._method",
         "colossalai.zero.gemini.planning",
     )

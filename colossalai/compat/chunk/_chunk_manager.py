@@ -8,9 +8,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.zero.gemini._options import GeminiOptions
-from colossalai.zero.gemini._search import DEFAULT_INTERVAL, MB, ChunkSizes, search_chunk_configuration
-from colossalai.zero.gemini.planning import PLACEMENT_POLICIES
+from colossalai.zero.gemini import (
+    DEFAULT_INTERVAL,
+    MB,
+    PLACEMENT_POLICIES,
+    ChunkSizes,
+    GeminiOptions,
+    search_chunk_configuration,
+)
 
 _ON_HOST = ("cpu", "const", "auto", "nvme")
 

@@ -14,10 +14,15 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.zero._low_level import PRECISIONS, LowLevelZeroOptimizer, defaults_of, scaler_of
-from colossalai.zero._model import ZeroModel
-from colossalai.zero._replicas import ZeroReplicas
-from colossalai.zero.gemini import GeminiDDP
+from colossalai.compat._gemini_wrappers import GeminiDDP
+from colossalai.zero import (
+    PRECISIONS,
+    LowLevelZeroOptimizer,
+    ZeroModel,
+    ZeroReplicas,
+    defaults_of,
+    scaler_of,
+)
 
 
 def zero_model_wrapper(

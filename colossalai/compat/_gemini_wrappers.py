@@ -19,17 +19,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai.compat.chunk import GeminiManager
 from colossalai.context import UnknownArgumentError, names_arguments
 from colossalai.logging import get_dist_logger
 from colossalai.nn.optimizer import HybridAdam
 from colossalai.nn.parallel import AppliedDataMethod
-from colossalai.zero._low_level import LowLevelZeroOptimizer, defaults_of, scaler_of
-from colossalai.zero._model import ZeroModel, check_device
-from colossalai.zero.gemini._hooks import handle_of
-from colossalai.zero.gemini._options import GeminiOptions
-from colossalai.zero.gemini._search import MB
-from colossalai.zero.gemini._state_dict import ordinary_copy
-from colossalai.zero.gemini.chunk._chunk_manager import GeminiManager
+from colossalai.zero import LowLevelZeroOptimizer, ZeroModel, check_device, defaults_of, scaler_of
+from colossalai.zero.gemini import MB, GeminiOptions, handle_of, ordinary_copy
 
 _CPU = torch.device("cpu")
 
