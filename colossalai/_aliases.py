@@ -81,6 +81,8 @@ ALIASES: Mapping[str, str] = {
 """From a documented module to the module that is its home."""
 
 NAMES: Mapping[str, Mapping[str, str]] = {
+    "colossalai.amp": {"ApexPrecision": "colossalai.compat._apex"},
+    "colossalai.booster.mixed_precision": {"FP16ApexMixedPrecision": "colossalai.compat._apex"},
     "colossalai.nn.layer.moe": {
         "load_moe_model": "colossalai.runtime",
         "save_moe_model": "colossalai.runtime",

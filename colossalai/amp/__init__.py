@@ -1,5 +1,10 @@
 """Mixed precision: what surrounds the forward, how the loss is scaled, and when a step is skipped."""
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._aliases import NAMES
+from colossalai._lazy import find_name
 from colossalai.amp._amp_type import AMP_TYPE as AMP_TYPE
 from colossalai.amp._amp_type import convert_to_amp as convert_to_amp
 from colossalai.amp._amp_type import convert_to_apex_amp as convert_to_apex_amp
@@ -7,8 +12,8 @@ from colossalai.amp._amp_type import convert_to_naive_amp as convert_to_naive_am
 from colossalai.amp._amp_type import convert_to_torch_amp as convert_to_torch_amp
 from colossalai.amp._amp_type import precision_of as precision_of
 from colossalai.amp._amp_type import precision_of_config as precision_of_config
-from colossalai.amp._apex import ApexPrecision as ApexPrecision
 from colossalai.amp._gradients import OptimizerGroup as OptimizerGroup
+from colossalai.amp._loss_scaling import MAX_CONSECUTIVE_SKIPS as MAX_CONSECUTIVE_SKIPS
 from colossalai.amp._loss_scaling import CheckedLossScaler as CheckedLossScaler
 from colossalai.amp._loss_scaling import DynamicLossScaler as DynamicLossScaler
 from colossalai.amp._loss_scaling import LossScaler as LossScaler
@@ -23,6 +28,8 @@ from colossalai.amp._loss_weights import check_loss as check_loss
 from colossalai.amp._loss_weights import read_loss as read_loss
 from colossalai.amp._low_weights import NaiveFP16 as NaiveFP16
 from colossalai.amp._low_weights import PureBF16 as PureBF16
+from colossalai.amp._low_weights import cast_floats as cast_floats
+from colossalai.amp._low_weights import tensors_of_batch_norms as tensors_of_batch_norms
 from colossalai.amp._masters import Casts as Casts
 from colossalai.amp._masters import Masters as Masters
 from colossalai.amp._optimizer import OptimizerWrapper as OptimizerWrapper
@@ -36,6 +43,12 @@ from colossalai.amp._precision import PrecisionModule as PrecisionModule
 from colossalai.amp._precision import apply_precision as apply_precision
 from colossalai.amp._precision import is_fast_at_bfloat16 as is_fast_at_bfloat16
 from colossalai.amp._precision import refuse_misfit as refuse_misfit
+from colossalai.amp._precision import to_float32 as to_float32
 from colossalai.amp._sharded_params import MASTERS_KEY as MASTERS_KEY
 from colossalai.amp._sharded_params import STATE_KEY as STATE_KEY
 from colossalai.amp._sharded_params import StandIns as StandIns
+
+if TYPE_CHECKING:
+    from colossalai.compat._apex import ApexPrecision as ApexPrecision
+else:
+    __getattr__ = partial(find_name, __name__, NAMES[__name__])  # PEP 562

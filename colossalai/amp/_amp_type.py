@@ -10,8 +10,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai._aliases import NAMES
+from colossalai._lazy import find_name
 from colossalai._not_landed import FP8
-from colossalai.amp._apex import ApexPrecision
 from colossalai.amp._gradients import OptimizerGroup
 from colossalai.amp._low_weights import NaiveFP16, PureBF16
 from colossalai.amp._optimizer import OptimizerWrapper
@@ -46,7 +47,6 @@ _PRECISIONS: Mapping[AMP_TYPE, Callable[..., Precision]] = {
     AMP_TYPE.TORCH: FP16Autocast,
     AMP_TYPE.BF16: bf16,
     AMP_TYPE.NAIVE: NaiveFP16,
-    AMP_TYPE.APEX: ApexPrecision,
 }
 _CLIPPED = {AMP_TYPE.NAIVE}  # modes with `clip_grad_norm` among their options in a config
 
@@ -59,7 +59,7 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     """
     amp_type = _amp_type(mode, "the mode")
     try:
-        return _PRECISIONS[amp_type](**(options or {}))
+        return _factory(amp_type)(**(options or {}))
     except TypeError as error:
         raise ValueError(
             f"the options {dict(options or {})} do not fit AMP_TYPE.{amp_type.name}: {error}"
@@ -86,15 +86,23 @@ def precision_of_config(fp16: Mapping[str, Any]) -> Precision:
         return FullPrecision()
     try:
         amp_type = _amp_type(fp16["mode"], "mode")
-        known = [*signature(_PRECISIONS[amp_type]).parameters]
+        known = [*signature(_factory(amp_type)).parameters]
         if amp_type in _CLIPPED:
             known.append("clip_grad_norm")
             check_number(options.pop("clip_grad_norm", 0.0), "clip_grad_norm", least=0)
         check_keys(options, ["mode", *known], f"(mode {amp_type.value!r})")
-        return _PRECISIONS[amp_type](**options)
+        return _factory(amp_type)(**options)
     except ValueError as error:
         text = str(error)
         raise ConfigException(f"fp16 {text}" if text.startswith("(") else f"fp16.{text}") from error
+
+
+def _factory(amp_type: AMP_TYPE) -> Callable[..., Precision]:
+    """Return the class or function of a mode; that of Apex's levels is imported at the first call."""
+    if amp_type is AMP_TYPE.APEX:
+        found: Callable[..., Precision] = find_name(__package__, NAMES[__package__], "ApexPrecision")
+        return found
+    return _PRECISIONS[amp_type]
 
 
 def _amp_type(mode: Any, name: str) -> AMP_TYPE:

@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from colossalai._aliases import NAMES
+from colossalai._lazy import find_name
 from colossalai._not_landed import FP8
 from colossalai.amp import (
     AMP_TYPE,
-    ApexPrecision,
     AutoPrecision,
     BF16Autocast,
     FP16Autocast,
@@ -37,20 +38,6 @@ class FP16TorchMixedPrecision(FP16Autocast, MixedPrecision):
     def precision(self) -> Precision:
         """See the base class."""
         return FP16Autocast(**vars(self))
-
-
-@dataclass(frozen=True)
-class FP16ApexMixedPrecision(ApexPrecision, MixedPrecision):
-    """One of the optimization levels of NVIDIA Apex, built on torch.
-
-    The options are those of `ApexPrecision`; the first of them is the level. O0 is float32; O1 autocast
-    to float16; O2 a float16 model with float32 batch normalization and masters of the weights; O3 a float16
-    model and nothing else. O1 and O2 scale the loss dynamically.
-    """
-
-    def precision(self) -> Precision:
-        """See the base class."""
-        return ApexPrecision(**vars(self))
 
 
 @dataclass(frozen=True)
@@ -95,10 +82,18 @@ class _Named(MixedPrecision):
         return self.named
 
 
+def apex_mixed_precision() -> Callable[..., MixedPrecision]:
+    """Return `FP16ApexMixedPrecision`, an older spelling, which is imported at the first call."""
+    found: Callable[..., MixedPrecision] = find_name(
+        __package__, NAMES[__package__], "FP16ApexMixedPrecision"
+    )
+    return found
+
+
 _FACTORIES: Mapping[str, Callable[[], MixedPrecision]] = {
     "fp16": FP16TorchMixedPrecision,
     "fp16_naive": FP16NaiveMixedPrecision,
-    "fp16_apex": FP16ApexMixedPrecision,
+    "fp16_apex": lambda: apex_mixed_precision()(),
     "bf16": BF16MixedPrecision,
     "bf16_master": lambda: BF16MixedPrecision(master_weights=True),
     "fp32": lambda: _Named(FullPrecision()),

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 from colossalai.amp import Precision, refuse_misfit
 from colossalai.booster.mixed_precision._mixed_precision import (
-    FP16ApexMixedPrecision,
     MixedPrecision,
+    apex_mixed_precision,
     mixed_precision_factory,
 )
 from colossalai.context import SEQUENCE_ATTENTIONS
@@ -14,7 +14,7 @@ from colossalai.zero import ZeroReplicas
 
 PRECISIONS: Mapping[str, MixedPrecision] = {
     **{name: mixed_precision_factory(name) for name in ("fp32", "bf16", "bf16_master", "fp16", "fp16_naive")},
-    **{f"fp16_apex {level}": FP16ApexMixedPrecision(level) for level in ("O0", "O1", "O2", "O3")},
+    **{f"fp16_apex {level}": apex_mixed_precision()(level) for level in ("O0", "O1", "O2", "O3")},
 }
 """The rows."""
 

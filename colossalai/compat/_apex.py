@@ -21,15 +21,18 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map_only
 
-from colossalai.amp._loss_scaling import (
+from colossalai.amp import (
     MAX_CONSECUTIVE_SKIPS,
+    Casts,
     DynamicLossScaler,
     LossScaler,
+    Precision,
     StaticLossScaler,
+    cast_floats,
+    tensors_of_batch_norms,
+    to_float32,
 )
-from colossalai.amp._low_weights import cast_floats, tensors_of_batch_norms
-from colossalai.amp._masters import Casts
-from colossalai.amp._precision import Precision, to_float32
+from colossalai.booster.mixed_precision import MixedPrecision
 from colossalai.context import check_bool, check_number, check_positive
 from colossalai.logging import get_dist_logger
 
@@ -158,6 +161,20 @@ class ApexPrecision(Precision):
             verbose=self.verbosity > 1,
             quiet=quiet,
         )
+
+
+@dataclass(frozen=True)
+class FP16ApexMixedPrecision(ApexPrecision, MixedPrecision):
+    """One of the optimization levels of NVIDIA Apex, built on torch.
+
+    The options are those of `ApexPrecision`; the first of them is the level. O0 is float32; O1 autocast
+    to float16; O2 a float16 model with float32 batch normalization and masters of the weights; O3 a float16
+    model and nothing else. O1 and O2 scale the loss dynamically.
+    """
+
+    def precision(self) -> Precision:
+        """See the base class."""
+        return ApexPrecision(**vars(self))
 
 
 def _level_of(options: ApexPrecision) -> _Level:
