@@ -31,6 +31,53 @@ class Feature:
 
 FEATURES: tuple[Feature, ...] = (
     Feature(
+        title="The base class of optimizers in wrappers",
+        instead="take the optimizer that Booster.boost or colossalai.initialize returns, an OptimizerWrapper "
+        "of colossalai.interface",
+        names={"colossalai.nn.optimizer": "ColossalaiOptimizer"},
+    ),
+    Feature(
+        title="Data parallelism as a wrapper for a process group",
+        instead="take Booster(plugin=TorchDDPPlugin())",
+        names={"colossalai.nn.parallel": "ColoDDP"},
+    ),
+    Feature(
+        title="The registry of modules for parameters that are cut",
+        instead="cut a parameter with param.set_tensor_spec(...), or take the layers of colossalai.nn",
+        modules=("colossalai.nn.parallel.layers",),
+    ),
+    Feature(
+        title="A memory tracer of its own",
+        instead="leave it out: Gemini records the first iteration, and record_timeline of "
+        "colossalai.zero.gemini returns the record",
+        modules=("colossalai.zero.gemini.memory_tracer",),
+    ),
+    Feature(
+        title="This spelling of lazy initialization",
+        instead="take LazyInitContext of colossalai.lazy",
+        modules=("colossalai.zero.lazy_init_context",),
+    ),
+    Feature(
+        title="The profiler of latency and bandwidth",
+        instead="call profile() of a colossalai.device.DeviceMesh, which measures both along each axis",
+        names={"colossalai.device": "AlphaBetaProfiler"},
+    ),
+    Feature(
+        title="The enumeration of collectives of a conversion",
+        instead="read the moves that ShapeConsistencyManager.shape_consistency returns",
+        names={"colossalai.tensor.shape_consistency": "CollectiveCommPattern"},
+    ),
+    Feature(
+        title="The older module of checkpoints",
+        instead="take colossalai.checkpoint_io, or save_checkpoint and load_checkpoint of colossalai.utils",
+        modules=("colossalai.utils.checkpoint_io",),
+    ),
+    Feature(
+        title="The applier of kernels to lists of tensors",
+        instead="take FusedAdam, FusedSGD or FusedLAMB of colossalai.nn.optimizer, and clip_grad_norm_fp32",
+        names={"colossalai.utils": "multi_tensor_applier"},
+    ),
+    Feature(
         title="Mixed precision in 8 bits (fp8)",
         instead="take 'bf16', or 'bf16_master' to hold the model in 16 bits",
         names={"colossalai.booster.mixed_precision": "FP8MixedPrecision"},

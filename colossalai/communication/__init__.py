@@ -1,5 +1,13 @@
-"""Collectives along mesh axes, their conjugates for the backward, and the ledger of what they send."""
+"""Collectives along mesh axes, their conjugates for the backward, and the ledger of what they send.
 
+Messages between pipeline stages (`recv_forward` and its siblings) are aliases (`NAMES` of
+`colossalai._aliases`).
+"""
+
+from typing import Any
+
+from colossalai._aliases import NAMES
+from colossalai._lazy import find_name
 from colossalai.communication._collectives import all_gather as all_gather
 from colossalai.communication._collectives import all_reduce as all_reduce
 from colossalai.communication._collectives import all_reduce_in_place as all_reduce_in_place
@@ -46,3 +54,8 @@ from colossalai.communication._ring import RingShift as RingShift
 from colossalai.communication._ring import RingSum as RingSum
 from colossalai.communication._ring import ring_blocks as ring_blocks
 from colossalai.communication._ring import ring_shift_async as ring_shift_async
+
+
+def __getattr__(name: str) -> Any:
+    """Import an alias at its first access (PEP 562)."""
+    return find_name(__name__, NAMES[__name__], name)

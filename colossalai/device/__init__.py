@@ -3,6 +3,10 @@
 For users: `DeviceMesh`. For the package: `MeshSpeed`, which says what an operation along some axes costs.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
+from colossalai._not_landed import refuse_name
 from colossalai.device._device_mesh import DeviceMesh as DeviceMesh
 from colossalai.device._fit import AlphaBeta as AlphaBeta
 from colossalai.device._fit import fit_alpha_beta as fit_alpha_beta
@@ -12,3 +16,6 @@ from colossalai.device._search import ShapeChoice as ShapeChoice
 from colossalai.device._speed import OPERATIONS as OPERATIONS
 from colossalai.device._speed import Machine as Machine
 from colossalai.device._speed import MeshSpeed as MeshSpeed
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed

@@ -83,6 +83,7 @@ FACADES = ("compat.utils", "testing")
 VENDOR_FILES = {
     "_aliases.py": "colossalai.utils.cuda is a documented module",
     "auto_parallel/_verify.py": "the memory that its products keep between calls has no other name in torch",
+    "compat/_seed.py": "a documented keyword",
     "cluster/_doctor.py": "it reports the versions of that vendor's libraries",
     "zero/gemini/planning/_policy.py": "the documented name of a placement policy",
 }

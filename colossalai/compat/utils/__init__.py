@@ -5,6 +5,9 @@ from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
 from colossalai.cluster import free_port as free_port
+from colossalai.compat.utils._checkpoint import (
+    gather_pipeline_parallel_state_dict as gather_pipeline_parallel_state_dict,
+)
 from colossalai.compat.utils._checkpoint import load_checkpoint as load_checkpoint
 from colossalai.compat.utils._checkpoint import save_checkpoint as save_checkpoint
 from colossalai.compat.utils._dataloader import DataParallelSampler as DataParallelSampler
@@ -12,7 +15,11 @@ from colossalai.compat.utils._dataloader import get_dataloader as get_dataloader
 from colossalai.compat.utils._device import empty_cache as empty_cache
 from colossalai.compat.utils._device import get_current_device as get_current_device
 from colossalai.compat.utils._device import synchronize as synchronize
+from colossalai.compat.utils._memory import (
+    colo_set_process_memory_fraction as colo_set_process_memory_fraction,
+)
 from colossalai.compat.utils._memory import report_memory_usage as report_memory_usage
+from colossalai.compat.utils._parallel import clip_grad_norm as clip_grad_norm
 from colossalai.compat.utils._parallel import clip_grad_norm_fp32 as clip_grad_norm_fp32
 from colossalai.compat.utils._parallel import conditional_context as conditional_context
 from colossalai.compat.utils._parallel import count_zeros_fp32 as count_zeros_fp32

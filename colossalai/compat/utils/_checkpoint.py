@@ -1,13 +1,15 @@
 """Checkpoints of the config door: one file for model, optimizer and scheduler."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
-from colossalai.context import names_arguments
+from colossalai.context import ParallelMode, global_context, names_arguments
 from colossalai.runtime import ModelWrapper
 
 
@@ -55,6 +57,25 @@ def load_checkpoint(
     return checkpoint_io.load_checkpoint(
         file, _raw_model(model), optimizer, lr_scheduler, strict=strict, allow_pickle=allow_pickle
     )
+
+
+def gather_pipeline_parallel_state_dict(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the state dicts of all stages as one, on the first stage; collective along the pipeline.
+
+    Args:
+        state_dict: That of this rank's stage, with the names of the whole model.
+
+    Returns:
+        The entries of all stages, in their order, on the first stage; on others an empty dict.
+    """
+    if not global_context.is_launched or global_context.pipeline_parallel_size == 1:
+        return dict(state_dict)
+    axis = global_context.axis(ParallelMode.PIPELINE)
+    gathered: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
+    group = global_context.get_cpu_group(ParallelMode.PIPELINE)
+    # Every stage sends its entries to the first one, which waits for all of them.
+    dist.gather_object(dict(state_dict), gathered, dst=axis.ranks[0], group=group)
+    return {name: value for stage in gathered or () for name, value in stage.items()}
 
 
 def _raw_model(model: nn.Module) -> nn.Module:

@@ -76,6 +76,26 @@ def colo_get_cpu_memory_capacity() -> int:
     return int(psutil.virtual_memory().total)
 
 
+def colo_set_process_memory_fraction(ratio: float) -> None:
+    """Bound the part of the accelerator's memory that this process takes; no effect without an accelerator.
+
+    Args:
+        ratio: The part, above 0 and at most 1.
+
+    Raises:
+        ValueError: `ratio` is not above 0 and at most 1.
+    """
+    if not 0 < ratio <= 1:
+        raise ValueError(f"ratio is {ratio!r}; it must be above 0 and at most 1")
+    device = get_current_device()
+    if device.type == "cpu":
+        get_dist_logger().log_once(
+            "colo_set_process_memory_fraction has no effect: this rank computes on the CPU", ranks=[0]
+        )
+        return
+    torch.get_device_module(device).set_per_process_memory_fraction(ratio, device)
+
+
 def _resident_bytes() -> int:
     import psutil
 

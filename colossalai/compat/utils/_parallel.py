@@ -95,10 +95,38 @@ def clip_grad_norm_fp32(
     Raises:
         ValueError: `max_norm` is not above 0.
     """
+    return clip_grad_norm(parameters, max_norm, norm_type)
+
+
+def clip_grad_norm(
+    parameters: Iterable[torch.Tensor] | torch.Tensor,
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients down as `clip_grad_norm_fp32` does, with the arguments of torch's `clip_grad_norm_`.
+
+    Args:
+        parameters: Parameters, whole or sharded; the same on all ranks.
+        max_norm: The bound, above 0.
+        norm_type: The p of the p-norm; infinity for the largest absolute value.
+        error_if_nonfinite: Refuse a norm that is infinite or NaN; the gradients stay as they are then.
+
+    Returns:
+        The norm before clipping.
+
+    Raises:
+        ValueError: `max_norm` is not above 0.
+        RuntimeError: The norm is not finite, with `error_if_nonfinite`.
+    """
     if not max_norm > 0:
         raise ValueError(f"max_norm is {max_norm}; it must be above 0")
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = global_grad_norm(params, norm_type)
+    if error_if_nonfinite and not norm.isfinite():
+        raise RuntimeError(
+            f"the norm of the gradients is {norm.item()}: leave out error_if_nonfinite to clip all the same"
+        )
     scale_grads(params, (max_norm / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -3,8 +3,12 @@
 See the documentation's page "Layout converting management". A tensor says by `spec_of` how it is cut.
 """
 
+from functools import partial
+from typing import TYPE_CHECKING
+
 import torch
 
+from colossalai._not_landed import refuse_name
 from colossalai.context import Mesh
 from colossalai.tensor._spec import ShardingSpec, set_spec, spec_of
 from colossalai.tensor.conversion._convert import convert
@@ -67,3 +71,8 @@ class ShapeConsistencyManager:
         if mesh not in self._planners:
             self._planners[mesh] = ConversionPlanner(mesh, self._costs)
         return self._planners[mesh]
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, "colossalai.tensor.shape_consistency")  # PEP 562
+__path__: list[str] = []  # the import of a name that is not here asks the finder, as that of a package does
