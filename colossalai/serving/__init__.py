@@ -1,6 +1,6 @@
 """Serving: an inference engine behind HTTP, with OpenAI's routes, limits, cancellation and metrics.
 
-`make_app` makes the application, `Server` runs it in a thread of its own, `ServerOptions` says how.
+`make_app` returns the ASGI application, `Server` runs it in its own thread, `ServerOptions` configures both.
 """
 
 from colossalai.serving._app import make_app as make_app

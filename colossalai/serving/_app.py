@@ -1,4 +1,4 @@
-"""The application: all routes around one engine, the pages, and the description of it all."""
+"""ASGI application: all routes in front of one engine, the static pages, and the OpenAPI description."""
 
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -43,7 +43,7 @@ _FILES: Mapping[str, tuple[str, str]] = {
     "/page/style.css": ("style.css", "text/css"),
     "/page/wire.js": ("wire.js", "text/javascript"),
 }
-"""Static pages and their assets. Nothing of them comes from elsewhere, as the policy below demands."""
+"""Static pages and their assets. All of them are served from here, as the policy below requires."""
 
 _PAGE_HEADERS: Mapping[str, str] = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -58,35 +58,35 @@ _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class Health(BaseModel):
-    """The server answers."""
+    """The server is alive."""
 
     status: Literal["alive"] = "alive"
 
 
 class Readiness(BaseModel):
-    """The engine takes requests."""
+    """The engine accepts requests."""
 
     status: Literal["ready"] = "ready"
 
 
 class VersionAnswer(BaseModel):
-    """What answers: the program, and which weights, a number that grows when they change."""
+    """Version of the program, and of the weights: a number that grows when they change."""
 
     version: str
     weights_version: int
 
 
 class ServingApp(FastAPI):
-    """The application; it describes the errors that it really has, and its key.
+    """FastAPI application whose OpenAPI description lists its own errors and its API key scheme.
 
     Args:
-        front: What its routes share.
+        front: State shared by the routes.
     """
 
     def __init__(self, front: Front) -> None:
         @asynccontextmanager
         async def live(app: FastAPI) -> AsyncIterator[None]:
-            self.openapi()  # builds what reads bodies; the first request would wait for it
+            self.openapi()  # builds the validators of bodies here, not in the first request
             yield
             await front.close()
 
@@ -105,12 +105,12 @@ class ServingApp(FastAPI):
         self.front = front
 
     def openapi(self) -> dict[str, Any]:
-        """Return the description of all routes."""
+        """Return the OpenAPI description of all routes."""
         if self.openapi_schema is None:
             described = super().openapi()
             for operations in described["paths"].values():
                 for operation in operations.values():
-                    operation["responses"].pop("422", None)  # a body that does not fit is a 400 here
+                    operation["responses"].pop("422", None)  # an invalid body is a 400 here
             for name in ("HTTPValidationError", "ValidationError"):
                 described["components"]["schemas"].pop(name, None)
             if self.front.options.api_key is not None:
@@ -124,8 +124,8 @@ def make_app(service: Service, options: ServerOptions | None = None) -> ServingA
     """Return an ASGI application that serves an engine.
 
     Args:
-        service: The engine; it goes on when the application ends.
-        options: How it is served; the defaults if left out.
+        service: The engine. It keeps running when the application ends.
+        options: Options of the server. Default: `ServerOptions()`.
 
     Returns:
         An application for any ASGI server; `Server` runs it and ends it with a drain.
@@ -142,7 +142,7 @@ def make_app(service: Service, options: ServerOptions | None = None) -> ServingA
     _add_pages(router)
     app.include_router(router)
     app.add_middleware(Gate, front=front)
-    if front.options.allow_cors:  # around the gate: a browser asks whether it may ask without the key
+    if front.options.allow_cors:  # outside the gate: a preflight request carries no key
         app.add_middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
     return app
 
@@ -155,12 +155,12 @@ def _add_probes(router: APIRouter, front: Front) -> None:
 
     @router.get("/health")
     async def health() -> Health:
-        """Say that the server is alive; it may not be ready."""
+        """Return 200 while the process is alive, whether or not it is ready."""
         return Health()
 
     @router.get("/ready", responses=responses(503))
     async def ready() -> Readiness:
-        """Say whether requests are taken: the model is loaded, the engine runs, the server does not end."""
+        """Return 200 if the model is loaded, the engine runs and the server does not drain."""
         if front.is_draining:
             raise ending()
         try:
@@ -171,12 +171,12 @@ def _add_probes(router: APIRouter, front: Front) -> None:
 
     @router.get("/metrics", response_class=Response, responses={**plain, **errors})
     async def metrics() -> Response:
-        """Show counts and times in Prometheus' text format."""
+        """Return counters and histograms in Prometheus' text format."""
         return Response(await front.run_slow(front.metrics.text), media_type=_METRICS_TYPE)
 
     @router.get("/version", responses=errors)
     async def version() -> VersionAnswer:
-        """Say what answers."""
+        """Return the versions of the program and of the weights."""
         try:
             stats = await front.run_slow(front.service.stats)
         except EngineStopped as error:

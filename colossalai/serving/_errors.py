@@ -15,7 +15,7 @@ from starlette.responses import Response
 from colossalai.inference import EngineStopped, QueueFull, RequestFailed, RequestRefused
 
 RETRY_AFTER_S = 1
-"""What a client is told to wait where the queue is full or the server ends."""
+"""Value of the Retry-After header when the queue is full or the server drains."""
 
 _TYPES: Mapping[int, str] = {
     401: "authentication_error",
@@ -28,7 +28,7 @@ _TYPES: Mapping[int, str] = {
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Details of an error."""
 
     message: str = Field(description="What is wrong, what is allowed, and what to change.")
     type: str
@@ -37,20 +37,20 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The answer where a request has none."""
+    """Body of a response with an error."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """A request that ends with an error.
+    """A request that is answered with an error.
 
     Args:
         status: The HTTP status.
-        message: What is wrong, what is allowed, what to change.
+        message: The problem, the allowed values, and the fix.
         param: The field that is wrong.
-        code: A name for programs.
-        headers: Further headers of the answer.
+        code: Identifier of the error for programs.
+        headers: Further headers of the response.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class ApiError(Exception):
 
     @property
     def body(self) -> bytes:
-        """The error as JSON; in ASCII, since a message may quote half a character of a client."""
+        """The error as JSON, in ASCII: a message may quote half a surrogate pair from the client."""
         detail = ErrorDetail.model_construct(
             message=self.message,
             type=_TYPES.get(self.status, "invalid_request_error"),
@@ -82,16 +82,16 @@ class ApiError(Exception):
 
     @property
     def response(self) -> Response:
-        """The error as an answer."""
+        """The error as a response."""
         return Response(self.body, self.status, self.headers, media_type="application/json")
 
 
 def refusal(error: BaseException, *, full_status: int = 429) -> ApiError:
-    """Return the answer to a request that the engine does not take.
+    """Return the error of a request that the engine rejects.
 
     Args:
-        error: What `submit` raised.
-        full_status: The status where the queue is full.
+        error: Exception raised by `submit`.
+        full_status: HTTP status if the queue is full.
     """
     if isinstance(error, ApiError):
         return error
@@ -107,9 +107,9 @@ def refusal(error: BaseException, *, full_status: int = 429) -> ApiError:
 
 
 def failure(error: BaseException) -> ApiError:
-    """Return the answer to a request that the engine had taken, and that ended with `error`.
+    """Return the error of a request that the engine accepted and that then failed with `error`.
 
-    An engine that stops in the middle is a failure of this request, whatever it says of later ones.
+    An engine that stops during a request is a failure of that request (500), not a refusal (503).
     """
     if isinstance(error, QueueFull | RequestRefused):
         return refusal(error)
@@ -118,13 +118,13 @@ def failure(error: BaseException) -> ApiError:
 
 
 def bad_value(error: ValueError) -> ApiError:
-    """Return the 400 of a value that a dataclass refused; its messages begin with the field's name."""
+    """Return a 400 for a `ValueError` of a dataclass, whose message begins with the field's name."""
     name = re.match(r"\w+(?==|\[| has | names )", str(error))
     return ApiError(400, str(error), param=name and name[0])
 
 
 async def on_validation_error(request: Request, error: Exception) -> Response:
-    """Answer to a body that does not fit its schema: 400, for the first thing that is wrong."""
+    """Return a 400 for a body that does not match its schema, with the first error."""
     assert isinstance(error, RequestValidationError)
     first: Mapping[str, Any] = error.errors()[0]
     if first["type"] == "json_invalid":
@@ -148,11 +148,11 @@ async def on_validation_error(request: Request, error: Exception) -> Response:
 
 
 UNKNOWN_FIELD = "unknown_field"
-"""Type of the error of a field that a body must not have; its message is complete."""
+"""Type of the error of an unknown field; its message is complete."""
 
 
 async def on_http_error(request: Request, error: Exception) -> Response:
-    """Answer to a path or method that is not there, in the form of all errors."""
+    """Return the error of an unknown path or method in the common form."""
     assert isinstance(error, HTTPException)
     path, headers = request.scope["path"], error.headers
     if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
@@ -170,7 +170,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
 
 
 def _why_unread(cause: BaseException) -> str:
-    """Return why a body could not be parsed, where the parser did not name a character."""
+    """Return the reason of a parse error whose parser names no character."""
     if isinstance(cause, UnicodeDecodeError):
         return f"it is not in UTF-8 ({cause.reason} at byte {cause.start})"
     if isinstance(cause, RecursionError):
@@ -179,13 +179,13 @@ def _why_unread(cause: BaseException) -> str:
 
 
 async def on_api_error(request: Request, error: Exception) -> Response:
-    """Answer with an error of ours."""
+    """Return the response of an `ApiError`."""
     assert isinstance(error, ApiError)
     return error.response
 
 
 def _param(loc: tuple[str | int, ...]) -> str:
-    """Return where a value is: `messages[0].content`."""
+    """Return the path of a value: `messages[0].content`."""
     path = ""
     for part in loc:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part

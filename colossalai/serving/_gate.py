@@ -1,17 +1,17 @@
-"""The gate: what every request goes through, whatever its route: its name, the key, its body, its end.
+"""Gate: the middleware of every request: its id, API key, body, cancellation and log line.
 
-[Note: a client that goes away]
-The server tells an application only when it is asked, by `receive`, and an answer that is waited for asks
-nothing. So the gate reads the whole body first, hands it on, and then waits for the client's leaving beside
-the application: if that comes first, the application is cancelled where it stands, and what it has asked the
-engine for is aborted. That is one place for streams and for whole answers, running and queued.
+[Note: a client that disconnects]
+ASGI reports a disconnect only to a pending `receive`, and an application that computes an answer does not
+call it. So the gate reads the whole body first, passes it on, and then awaits both the application and the
+disconnect. If the disconnect is first, it cancels the application, and the engine's requests are aborted. One
+place handles streams and whole answers, running and queued requests.
 
-[Note: what a body costs]
-JSON is parsed and checked with the interpreter's lock held, so that a thread of its own would be no relief to
-others. What costs are lists and objects, not bytes: 10 MiB as one text take 12 ms, as numbers 0.4 s, as lists
-of one number 3.6 s. So bodies are bounded (`max_body_bytes`), and one with so many brackets that it can be
-no request is refused before it is parsed: prompts of a call are few, and a text with so many brackets has
-more tokens than the window.
+[Note: cost of a body]
+JSON is parsed and validated under the interpreter's lock, so a thread would not relieve other requests. Lists
+and objects are expensive, not bytes: 10 MiB take 12 ms as one string, 0.4 s as numbers, 3.6 s as lists of one
+number. So the size of a body is bounded (`max_body_bytes`), and a body with more brackets than any valid
+request is rejected before it is parsed: a call has few prompts, and a text with that many brackets has more
+tokens than the window.
 """
 
 import asyncio
@@ -27,11 +27,11 @@ from colossalai.serving._streams import Front
 from colossalai.serving._visit import Outcome, Visit
 
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
-"""Are asked every few seconds by machines: their lines are for debugging."""
+"""Paths that probes request every few seconds: logged at level debug."""
 
-_MOST_DISCARDED = 1 << 28  # bytes of a body that is too large; what is larger ends with a reset
+_MOST_DISCARDED = 1 << 28  # bytes read of a body that is too large; a larger one ends with a reset
 _MOST_PARTS = 1 << 16
-_PARTS_PER_TOKEN = 16  # a token of many brackets
+_PARTS_PER_TOKEN = 16  # brackets in one token, at most
 
 
 class ClientLeft(Exception):
@@ -52,12 +52,12 @@ class Gate:
         self._log = get_dist_logger("colossalai.serving")
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer one request; whatever happens, it ends with one outcome and one line in the log."""
+        """Serve one request; it always ends with one outcome and one line in the log."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         visit = Visit(scope)
-        if visit.method == "HEAD":  # the server sends the headers of a GET, and leaves out the body
+        if visit.method == "HEAD":  # the server sends the headers of a GET and drops the body
             scope = {**scope, "method": "GET"}
         if visit.is_generating:
             self._front.metrics.received()
@@ -72,7 +72,7 @@ class Gate:
                 raise
         finally:
             try:
-                visit.on_end.close()  # first of all: the engine works for nobody
+                visit.on_end.close()  # first: frees the engine from requests without a client
             finally:
                 self._note_the_end(visit, outcome)
 
@@ -99,10 +99,10 @@ class Gate:
                 ours = ApiError(500, f"the server failed; its log has the reason under {visit.request_id}")
                 await ours.response(scope, receive, send)
             else:
-                raise  # the answer has begun: only an end of the connection says that it is not whole
+                raise  # the response has begun: only a closed connection marks it as incomplete
 
     async def _admit(self, visit: Visit, scope: Scope, receive: Receive) -> bytes:
-        """Return the body of a request that may go on.
+        """Authorize a request and return its body.
 
         Raises:
             ApiError: The key is missing or wrong, the server ends, or the body is too large.
@@ -135,7 +135,7 @@ class Gate:
                 self._check_parts(body)
                 return body
 
-    # See [Note: what a body costs].
+    # See [Note: cost of a body].
     def _check_parts(self, body: bytes) -> None:
         num_parts = body.count(b"[") + body.count(b"{")
         most = _MOST_PARTS + _PARTS_PER_TOKEN * self._front.info.max_length
@@ -147,7 +147,7 @@ class Gate:
                 code="too_many_parts",
             )
 
-    # See [Note: a client that goes away].
+    # See [Note: a client that disconnects].
     async def _run_while_heard(
         self, visit: Visit, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
@@ -155,7 +155,7 @@ class Gate:
 
         async def replay() -> Message:
             if not to_read:
-                await asyncio.Event().wait()  # whoever asks for more hears nothing: the gate listens
+                await asyncio.Event().wait()  # never set: the gate itself receives the disconnect
             return to_read.pop()
 
         if not visit.is_generating:
@@ -164,6 +164,7 @@ class Gate:
         answering = asyncio.ensure_future(self._app(scope, replay, send))
         leaving = asyncio.ensure_future(_wait_for_leaving(visit, receive))
         try:
+            # The first of the two to complete; the other one is cancelled and awaited below.
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
             has_left = not answering.done()
         finally:
@@ -174,16 +175,16 @@ class Gate:
             answering.result()
         elif answering.cancelled() or answering.exception() is None:
             raise ClientLeft
-        else:  # what went wrong while it was cancelled is told nobody but the log
+        else:  # an error during the cancellation goes to the log only
             raise ClientLeft from answering.exception()
 
 
 async def _discard_body(scope: Scope, receive: Receive) -> None:
-    """Read what a refused client still sends, where the connection is closed after the answer.
+    """Drain the body of a rejected request if the connection is closed after the response.
 
-    Bytes that nobody reads reset a connection that is closed, and the client loses the answer with it. On a
-    connection that is kept, uvicorn reads them after the answer. A client that asks first, by `Expect`, sends
-    nothing that it is not told to.
+    Closing a connection with unread bytes resets it, and the client loses the response. On a connection that
+    is kept alive, uvicorn reads these bytes after the response. A client that sends `Expect` waits for
+    permission before it sends its body.
 
     Raises:
         ClientLeft: The client has left before the end of its body.
@@ -207,10 +208,10 @@ async def _wait_for_leaving(visit: Visit, receive: Receive) -> None:
 
 
 def _named(visit: Visit, send: Send) -> Send:
-    """Let the answer say the name of its request, and the visit know its status.
+    """Add the request id to the response headers, and record the status in the visit.
 
-    To a client that has left the server sends without a word, so a stream that was held up by a slow reader
-    would seem to have been read to its end.
+    To a disconnected client the server discards data silently, so a stream that a slow reader held up would
+    seem to be complete.
     """
 
     async def named(message: Message) -> None:
@@ -222,7 +223,7 @@ def _named(visit: Visit, send: Send) -> Send:
             message = {**message, "headers": [*message.get("headers", ()), name]}
         await send(message)
         if message.get("more_body", False):
-            await asyncio.sleep(0)  # whoever waits for the client's leaving has heard of it after this
+            await asyncio.sleep(0)  # lets the task that awaits the disconnect run
 
     return named
 

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: what the engine counts, and what only the front end sees (outcomes and times)."""
+"""Prometheus metrics: counters of the engine, and outcomes and latencies of the front end."""
 
 from collections.abc import Iterator
 
@@ -35,13 +35,13 @@ _ENGINE_GAUGES = (
 
 
 class Metrics(Collector):
-    """Counts of one application; a second one in the same process has its own.
+    """Metrics of one application; a second one in the same process has its own.
 
-    A call of a route that generates is one request here, whatever number of prompts it has: it is received
-    once, and ends with one outcome.
+    A call of a generating route is one request here, whatever its number of prompts: it is received once, and
+    has one outcome.
 
     Args:
-        service: Whose statistics are shown.
+        service: The engine that supplies the statistics.
     """
 
     def __init__(self, service: Service) -> None:
@@ -72,11 +72,11 @@ class Metrics(Collector):
             self._ended.labels(name, outcome)
 
     def received(self) -> None:
-        """Count a request that has come."""
+        """Count a received request."""
         self._received.labels(self._service.info.name).inc()
 
     def ended(self, visit: Visit, outcome: Outcome) -> None:
-        """Count how a request ended, and its times."""
+        """Count the outcome of a request, and observe its latencies."""
         model = visit.model or self._service.info.name
         self._ended.labels(model, outcome).inc()
         if visit.first_token_at is not None:
@@ -88,15 +88,15 @@ class Metrics(Collector):
                 self._token.labels(model).observe(duration / (visit.most_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
-        """Yield everything; the engine's part is asked for at this moment."""
+        """Yield all metrics, those of the engine read at this moment."""
         for family in self._own.collect():
-            # The time at which a series began doubles their number, and nobody asked for it.
+            # The creation time of a series doubles the number of series, and has no use here.
             family.samples = [each for each in family.samples if not each.name.endswith("_created")]
             yield family
         yield from self._of_the_engine()
 
     def text(self) -> bytes:
-        """Return everything in Prometheus' text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         registry = CollectorRegistry(auto_describe=False)
         registry.register(self)
         return generate_latest(registry)
@@ -107,7 +107,7 @@ class Metrics(Collector):
         stats: EngineStats | None = None
         try:
             stats = self._service.stats()
-        except EngineStopped:  # what the front end has counted is still asked for
+        except EngineStopped:  # the metrics of the front end remain available
             up.add_metric([name], 0)
             yield up
             return

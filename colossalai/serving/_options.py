@@ -1,4 +1,4 @@
-"""Options of a server: where it listens, who may ask, how much it takes, how it ends."""
+"""Options of a server: address, access control, limits and shutdown."""
 
 import ipaddress
 import math
@@ -9,29 +9,28 @@ MIB = 2**20
 
 @dataclass(frozen=True, kw_only=True)
 class ServerOptions:
-    """How an engine is served.
+    """Options of an HTTP server in front of an engine.
 
     Attributes:
-        host: The address to listen on. Without `api_key` it has to be a loopback address.
-        port: The port; 0 takes a free one.
-        api_key: What clients have to send as `Authorization: Bearer ...`; None lets everybody on this machine
-            ask.
-        no_auth: Listen on an address that others reach, without a key.
-        open_metrics: Whether `/metrics` answers without the key.
-        allow_weight_updates: Whether `POST /v1/load_weights` is there.
-        allow_cors: Whether pages of other origins may ask.
-        log_prompts: Whether prompts are in the log.
+        host: Address to listen on; without `api_key` a loopback address. Default: 127.0.0.1.
+        port: Port to listen on; 0 chooses a free one. Default: 8020.
+        api_key: Key that clients send as `Authorization: Bearer ...`; None accepts clients of this machine.
+        no_auth: Listen on a public address without a key.
+        open_metrics: Serve `/metrics` without the key.
+        allow_weight_updates: Add the route `POST /v1/load_weights`.
+        allow_cors: Accept requests from pages of other origins.
+        log_prompts: Write prompts into the log.
         max_body_bytes: Largest body of a request.
-        request_timeout_s: Seconds after which a request ends with what it has; None for no limit.
-        drain_s: Seconds that running requests have when the server ends.
-        keep_alive_s: Seconds that an idle connection is kept.
-        num_tokenizer_threads: Threads that turn texts into tokens, each with its copy of the tokenizer.
+        request_timeout_s: Seconds until a request ends with the tokens generated so far; None for no limit.
+        drain_s: Seconds for running requests to finish at shutdown.
+        keep_alive_s: Seconds until an idle connection is closed.
+        num_tokenizer_threads: Threads that tokenize prompts, each with a copy of the tokenizer.
         ssl_keyfile: Private key for https, in PEM.
         ssl_certfile: Certificate for https, in PEM.
 
     Raises:
-        ValueError: `host` can be reached by others, and there is neither `api_key` nor `no_auth`; or a field
-            is out of its range. The message names the field, its value and what is allowed.
+        ValueError: `host` is a public address without `api_key` or `no_auth`, or a field is out of range. The
+            message names the field, its value and the allowed values.
     """
 
     host: str = "127.0.0.1"
@@ -53,14 +52,14 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if self.api_key is not None:
             is_plain = self.api_key.isascii() and self.api_key.isprintable() and " " not in self.api_key
-            if not self.api_key or not is_plain:  # the message must not say the key
+            if not self.api_key or not is_plain:  # the message must not contain the key
                 raise ValueError("api_key must be printable ASCII characters without spaces, at least one")
             if self.no_auth:
                 raise ValueError("api_key and no_auth=True contradict each other; leave one of them out")
         elif not self.no_auth and not is_loopback(self.host):
             raise ValueError(
                 f"host={self.host!r} can be reached from other machines, and there is no api_key; give one, "
-                "or listen on 127.0.0.1, or say no_auth=True if everybody may ask"
+                "or listen on 127.0.0.1, or set no_auth=True to serve without a key"
             )
         if (self.ssl_keyfile is None) != (self.ssl_certfile is None):
             raise ValueError(
@@ -83,7 +82,7 @@ _RANGES = (
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`; a name other than localhost is taken for a public one."""
+    """Whether `host` is reachable from this machine only; a name other than localhost counts as public."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

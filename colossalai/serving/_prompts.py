@@ -1,4 +1,4 @@
-"""Prompts: texts and chats as tokens, made in threads; and tokens as texts, for log-probabilities."""
+"""Prompts: tokenization of texts and chats in threads, and texts of tokens for log-probabilities."""
 
 import asyncio
 from bisect import bisect_left
@@ -21,14 +21,14 @@ _HALF_A_CHARACTER = "\N{REPLACEMENT CHARACTER}"
 
 
 class Prompts:
-    """Tokens of prompts.
+    """Tokenizer of the prompts of a server.
 
-    A tokenizer of transformers changes itself when it encodes, and fails when another thread has hold of it.
-    So each thread takes a copy; the engine's own, which nobody encodes with, is for the texts of tokens.
+    A tokenizer of transformers changes its own state during encoding, and fails when two threads use it. So
+    each thread has a copy; the engine's own one only decodes tokens.
 
     Args:
-        tokenizer: The engine's tokenizer; None where only tokens are exchanged.
-        info: What is served.
+        tokenizer: The engine's tokenizer; None if the server exchanges tokens only.
+        info: Name and limits of the served model.
         num_threads: Number of threads.
     """
 
@@ -45,7 +45,7 @@ class Prompts:
 
     @property
     def has_chat_template(self) -> bool:
-        """Whether a chat can be written for the model."""
+        """Whether the tokenizer has a chat template."""
         return bool(getattr(self._tokenizer, "chat_template", None))
 
     def close(self) -> None:
@@ -53,13 +53,13 @@ class Prompts:
         self._threads.shutdown()
 
     async def from_texts(self, texts: Sequence[str]) -> list[Tokens]:
-        """Return the tokens of texts, with the special ones that the tokenizer adds.
+        """Tokenize texts, with the special tokens of the tokenizer.
 
         Args:
             texts: The texts, none empty.
 
         Raises:
-            ApiError: The server has no tokenizer, a text is empty, or has more tokens than fit.
+            ApiError: The server has no tokenizer, or a text is empty or longer than the window.
         """
         if not all(texts):
             raise ApiError(400, "prompt: it is empty; it must have at least one character", param="prompt")
@@ -68,14 +68,14 @@ class Prompts:
         return [self.fit(ids, "prompt") for ids in found]
 
     async def from_chat(self, messages: Sequence[Mapping[str, Any]]) -> Tokens:
-        """Return the tokens of a chat in the model's own template, up to where the assistant begins.
+        """Tokenize a chat with the model's own template, up to the beginning of the assistant's message.
 
         Args:
             messages: The chat, each with a role and a text.
 
         Raises:
-            ApiError: The tokenizer has no template, or the template does not take these messages, or they do
-                not fit.
+            ApiError: The tokenizer has no template, or the template rejects these messages, or they are
+                longer than the window.
         """
         self._need_tokenizer("messages", "/v1/completions takes token ids")
         if not self.has_chat_template:
@@ -89,7 +89,7 @@ class Prompts:
 
         def encode(tokenizer: Any) -> Any:
             text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
-            return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has written them
+            return tokenizer(text, add_special_tokens=False)["input_ids"]  # the template has added them
 
         try:
             found = await self._run(encode)
@@ -99,14 +99,14 @@ class Prompts:
         return self.fit(found, "messages")
 
     async def from_dialogue(self, turns: Sequence[tuple[str, str]], num_new: int) -> Tokens:
-        """Return the tokens of as many of the last turns of a dialogue as leave room for an answer.
+        """Tokenize the last turns of a dialogue, as many as leave room for an answer.
 
         Args:
-            turns: Instructions and their responses, oldest first; the last one's response is empty.
-            num_new: Most tokens of the answer.
+            turns: Instructions and their responses, oldest first; the last response is empty.
+            num_new: Maximum number of tokens of the answer.
 
         Raises:
-            ApiError: The server has no tokenizer, the chat template does not take the dialogue, or its last
+            ApiError: The server has no tokenizer, the chat template rejects the dialogue, or its last
                 instruction alone leaves no room.
         """
         self._need_tokenizer("history", "/v1/completions takes token ids")
@@ -121,7 +121,7 @@ class Prompts:
             found = encode(tokenizer, 0)
             if len(found) <= room:
                 return found
-            # Fewer turns have fewer tokens, so that few of many beginnings have to be looked at.
+            # Fewer turns have fewer tokens, so a binary search finds the first turn.
             last = len(turns) - 1
             first = bisect_left(range(1, last), -room, key=lambda first: -len(encode(tokenizer, first))) + 1
             return encode(tokenizer, min(first, last))
@@ -145,14 +145,14 @@ class Prompts:
         return self.fit(found, "history")
 
     def fit(self, token_ids: Sequence[int], param: str) -> Tokens:
-        """Return a prompt of tokens that the model takes.
+        """Check that a prompt fits the model, and return it.
 
         Args:
             token_ids: The prompt.
-            param: The field that it came in.
+            param: Name of the field in the request.
 
         Raises:
-            ApiError: `token_ids` is empty, has a token that the model does not have, or fills the window.
+            ApiError: `token_ids` is empty, has a token outside the vocabulary, or fills the window.
         """
         if not token_ids:
             raise ApiError(400, f"{param}: it has no tokens; it must have at least one", param=param)
@@ -173,24 +173,24 @@ class Prompts:
         return tuple(token_ids)
 
     def text_of(self, token_ids: Sequence[int]) -> str:
-        """Return the text of tokens, special ones left out; "" without a tokenizer."""
+        """Decode tokens without the special ones; "" without a tokenizer."""
         if self._tokenizer is None:
             return ""
         return str(self._tokenizer.decode(list(token_ids), skip_special_tokens=True))
 
     def token_text(self, token_id: int) -> str:
-        """Return what a token adds to a text, special ones by their names; `token:7` without a tokenizer."""
+        """Return the text of one token, for special tokens their name; `token:7` without a tokenizer."""
         if token_id not in self._texts:
             self._texts[token_id] = self._find_text(token_id)
         return self._texts[token_id]
 
     def token_bytes(self, token_id: int) -> list[int] | None:
-        """Return the bytes of a token's text in UTF-8; None where it is a part of a character."""
+        """Return the UTF-8 bytes of a token's text; None for a token that is part of a character."""
         text = self.token_text(token_id)
         return None if _HALF_A_CHARACTER in text else list(text.encode())
 
     def token_width(self, token_id: int) -> int:
-        """Return how many characters of the answer's text a token stands for."""
+        """Return the number of characters that a token adds to the answer's text."""
         return 0 if token_id in self._special else len(self.token_text(token_id))
 
     async def _run(self, function: Callable[[Any], Any]) -> Any:
@@ -207,8 +207,8 @@ class Prompts:
         if self._tokenizer is None:
             raise ApiError(400, f"{param}: this server has no tokenizer; {instead}", param=param)
 
-    # Tokenizers of words leave out the space before the first one of a text. So a token is decoded after
-    # another one, whose text is then cut off.
+    # Tokenizers of words drop the space before the first word of a text. So a token is decoded after an
+    # anchor token, whose text is then cut off.
     def _find_anchor(self) -> Tokens:
         if self._tokenizer is None:
             return ()

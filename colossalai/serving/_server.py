@@ -21,18 +21,18 @@ from colossalai.serving._streams import ABORT_S
 
 _POLL_S = 0.02
 _START_S = 60.0
-_CLOSE_S = 5  # for connections that do not close by themselves, after the drain
+_CLOSE_S = 5  # for open connections, after the drain
 
 
 class Server:
-    """An engine behind HTTP, in a thread of its own.
+    """HTTP server of an engine, in its own thread.
 
-    Use it as a context manager, or call `start` and `stop`; `serve` does both around a wait for SIGTERM. It
-    cannot be started twice.
+    Use it as a context manager, or call `start` and `stop`; `serve` calls both and waits for SIGTERM in
+    between. A server starts once.
 
     Args:
-        service: The engine. It is not ended with the server.
-        options: How it is served; the defaults if left out.
+        service: The engine. It outlives the server.
+        options: Options of the server. Default: `ServerOptions()`.
     """
 
     def __init__(self, service: Service, options: ServerOptions | None = None) -> None:
@@ -61,7 +61,7 @@ class Server:
 
     @property
     def port(self) -> int:
-        """The port that it listens on; with `port=0` the one that was free.
+        """Port of the listening socket; with `port=0` the port that the system has chosen.
 
         Raises:
             RuntimeError: The server has not been started.
@@ -73,17 +73,16 @@ class Server:
 
     @property
     def url(self) -> str:
-        """Where it is reached."""
+        """URL of the server."""
         scheme = "http" if self._options.ssl_certfile is None else "https"
         host = f"[{self._options.host}]" if ":" in self._options.host else self._options.host
         return f"{scheme}://{host}:{self.port}"
 
     def start(self) -> None:
-        """Open the port, and return when requests are answered.
+        """Open the port, and return once the server accepts requests.
 
         Raises:
-            ValueError: `host` and `port` of the options cannot be listened on, or the files for https cannot
-                be read.
+            ValueError: `host` and `port` of the options cannot be bound, or a file for https cannot be read.
             RuntimeError: The server was started before, or did not begin to answer.
         """
         if self._thread is not None:
@@ -97,15 +96,15 @@ class Server:
         while not self._uvicorn.started:
             if not self._thread.is_alive() or time.monotonic() > end:
                 self._uvicorn.should_exit = True
-                raise RuntimeError("the server did not begin to answer; the log says why")
+                raise RuntimeError("the server did not begin to answer; see the log")
             time.sleep(_POLL_S)
         get_dist_logger("colossalai.serving").info(f"serving on {self.url}")
 
     def stop(self, drain_s: float | None = None) -> None:
-        """Take nothing new, let running requests finish, abort the rest, and close the port.
+        """Reject new requests, let running ones finish, abort the rest, and close the port.
 
         Args:
-            drain_s: Seconds for running requests; those of the options if left out.
+            drain_s: Seconds for running requests. Default: `drain_s` of the options.
         """
         if self._thread is None or self._socket is None:
             return
@@ -119,7 +118,7 @@ class Server:
         self._socket.close()
 
     def ask_to_stop(self) -> None:
-        """Let `serve` drain and return; a second call ends the drain. For any thread and signal handler."""
+        """Make `serve` drain and return; a second call ends the drain. Safe in a thread or signal handler."""
         if self._stop_asked.is_set():
             self._hurry.set()
         self._stop_asked.set()
@@ -128,7 +127,7 @@ class Server:
         """Start, wait for SIGTERM or SIGINT, drain and return; a second signal ends the drain at once.
 
         Raises:
-            ValueError: The caller is not in the main thread, which alone hears signals.
+            ValueError: The caller is not the main thread, and cannot install signal handlers.
         """
 
         def on_signal(number: int, frame: FrameType | None) -> None:
@@ -139,7 +138,7 @@ class Server:
             self.start()
             while not self._stop_asked.wait(1.0):  # in steps, since a signal does not interrupt a lock
                 if self._thread is not None and not self._thread.is_alive():
-                    raise RuntimeError("the server's thread has ended; the log says why")
+                    raise RuntimeError("the server's thread has ended; see the log")
             self.stop()
         finally:
             for number, handler in before.items():
@@ -161,19 +160,19 @@ class Server:
 
 
 def check_port(options: ServerOptions) -> None:
-    """Refuse a port before what takes long is done for it.
+    """Check that the port is free, before the model is loaded.
 
     Raises:
-        ValueError: `options` say a host and a port that cannot be listened on.
+        ValueError: `options` have a host and a port that cannot be bound.
     """
     _listen(options).close()
 
 
 def check_certificate(options: ServerOptions) -> None:
-    """Refuse files for https before what takes long is done for them.
+    """Check the files for https, before the model is loaded.
 
     Raises:
-        ValueError: The key and the certificate of `options` cannot be read, or do not belong together.
+        ValueError: `options` have a key and a certificate that cannot be read or do not match.
     """
     if options.ssl_certfile is None:
         return
@@ -186,14 +185,14 @@ def check_certificate(options: ServerOptions) -> None:
 
 @contextmanager
 def reserved_port(host: str) -> Iterator[int]:
-    """Keep a free port while the block runs; a server on this machine may listen on it, also again.
+    """Reserve a free port during the block; servers on this machine can bind it, also repeatedly.
 
     Args:
-        host: The address to listen on.
+        host: Address to bind.
     """
     family, kind, protocol, _, address = _address_of(host, 0)
     with socket.socket(family, kind, protocol) as opened:
-        # Who does not listen keeps others from being given the port, and no listener from taking it.
+        # A bound socket that does not listen reserves the port, and still permits a listener (SO_REUSEADDR).
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         opened.bind(address)
         yield opened.getsockname()[1]
@@ -206,8 +205,8 @@ def _address_of(host: str, port: int) -> Any:
 def _listen(options: ServerOptions) -> socket.socket:
     try:
         family, kind, protocol, _, address = _address_of(options.host, options.port)
-        # With the protocol's number asyncio knows it as TCP, and sends each token without waiting for the
-        # acknowledgement of the one before (TCP_NODELAY); that wait is 40 ms.
+        # With the protocol's number asyncio recognizes TCP and sets TCP_NODELAY, so that each token is sent
+        # without the 40 ms wait for the acknowledgement of the previous one.
         opened = socket.socket(family, kind, protocol)
         try:
             opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

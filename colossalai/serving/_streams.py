@@ -1,10 +1,9 @@
-"""From the engine's thread to the event loop: replies of the engine, their abort, and the drain at the end.
+"""Streams: deltas from the engine's thread to the event loop, aborts, and the drain at shutdown.
 
-[Note: one thread at the engine's door]
-`submit` and `abort` may wait for a lock that the engine holds during a step, and the event loop must not. So
-they are called in one thread of their own, in the order in which they were asked for: the abort of a request
-whose client has left comes after its submission, even if that was still under way, and requests enter in the
-order in which they were tokenized.
+[Note: one thread calls the engine]
+`submit` and `abort` may wait for a lock that the engine holds during a step, so the event loop must not call
+them. One thread makes these calls in order: an abort follows the submission of its request, even if that was
+still pending when the client left, and requests enter the queue in the order in which they were tokenized.
 """
 
 import asyncio
@@ -24,24 +23,24 @@ from colossalai.serving._prompts import Prompts
 from colossalai.serving._visit import Visit
 
 ABORT_S = 5.0
-"""Seconds that aborted requests have to say their last word when the server ends."""
+"""Seconds for aborted requests to send their last delta at shutdown."""
 
-_LOOK_S = 0.1  # how often the drain looks whether it is in a hurry
+_LOOK_S = 0.1  # interval at which the drain polls `is_in_a_hurry`
 
 T = TypeVar("T")
 
 Heard = tuple[int, Delta]
-"""Which of the requests of a call, and what the engine says of it."""
+"""Index of a request of a call, and a delta of its answer."""
 
 
 class Reply:
-    """What the engine says of the requests of one call, as it comes; used on the event loop.
+    """Deltas of the requests of one call, as they arrive; used on the event loop.
 
     Args:
         service: The engine.
-        door: The thread that talks to it.
-        requests: What is asked, one request for each prompt.
-        visit: The call that it belongs to; tokens and times are noted there.
+        door: The thread that calls the engine.
+        requests: One request for each prompt.
+        visit: The call, where tokens and times are recorded.
     """
 
     def __init__(
@@ -57,23 +56,23 @@ class Reply:
         self._wake = asyncio.Event()
         self._open = {index: request.params.n for index, request in enumerate(requests)}  # answers to come
         self._num_tokens: dict[tuple[int, int], int] = {}
-        self._submitted: list[str] = []  # in the thread of the door only
+        self._submitted: list[str] = []  # used in the engine's calling thread only
 
     async def submit(self) -> None:
-        """Ask the engine; if it refuses one of the requests, the others are aborted by `close`.
+        """Submit the requests; if the engine refuses one, `close` aborts the others.
 
         Raises:
-            RequestRefused: A request can never be answered.
-            QueueFull: The engine has no room.
-            EngineStopped: The engine takes nothing.
+            RequestRefused: A request cannot be served by this engine.
+            QueueFull: The queue is full.
+            EngineStopped: The engine has stopped.
         """
         await self._loop.run_in_executor(self._door, self._submit)
 
     async def next(self) -> list[Heard] | None:
-        """Wait for what the engine says next; None after the last of it.
+        """Wait for the next deltas; None after the last one.
 
         Raises:
-            ApiError: A request that the engine had taken has failed; what came before has been returned.
+            ApiError: An accepted request has failed; its earlier deltas have been returned.
         """
         while not self._arrived:
             if self._error is not None:
@@ -86,16 +85,16 @@ class Reply:
         return heard
 
     def abort(self) -> None:
-        """End the requests that have not ended; what the engine still says of them is heard."""
+        """Abort the open requests; their last deltas are still delivered."""
         if self._open:
             self._door.submit(self._abort, [self._requests[index].request_id for index in self._open])
 
     def close(self) -> None:
-        """End the requests that have not ended, and hear no more of them."""
+        """Abort the open requests and drop their remaining deltas."""
         self.abort()
         self._open = {}
 
-    # See [Note: one thread at the engine's door].
+    # See [Note: one thread calls the engine].
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):
             self._service.submit(request, partial(self._listen, index))
@@ -106,16 +105,16 @@ class Reply:
             if request_id in self._submitted:
                 try:
                     self._service.abort(request_id)
-                except Exception as error:  # the others are to be aborted as well
+                except Exception as error:  # the other requests must still be aborted
                     get_dist_logger().error(f"{request_id} could not be aborted: {error!r}")
 
     def _listen(self, index: int, said: Delta | BaseException) -> None:
-        """Hand on what the engine says, in the engine's thread."""
-        with suppress(RuntimeError):  # the loop is closed: the server has ended, and nobody listens any more
+        """Pass a delta or an error to the event loop, from the engine's thread."""
+        with suppress(RuntimeError):  # the loop is closed: the server has ended
             self._loop.call_soon_threadsafe(self._hear, index, said)
 
     def _hear(self, index: int, said: Delta | BaseException) -> None:
-        if index not in self._open:  # it was closed, or has failed
+        if index not in self._open:  # closed or failed before
             return
         if isinstance(said, BaseException):
             del self._open[index]
@@ -146,11 +145,11 @@ class Reply:
 
 
 class Front:
-    """What all routes of an application share: the engine, the threads, and the requests under way.
+    """State shared by all routes of an application: the engine, the threads, and the open requests.
 
     Args:
         service: The engine.
-        options: How it is served.
+        options: Options of the server.
     """
 
     def __init__(self, service: Service, options: ServerOptions) -> None:
@@ -170,19 +169,19 @@ class Front:
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
+        """Name and limits of the served model."""
         return self.service.info
 
     async def ask(self, requests: Sequence[Request], visit: Visit, *, full_status: int = 429) -> Reply:
-        """Give requests to the engine; they are aborted when the visit ends, if they have not ended.
+        """Submit requests to the engine; those still open when the visit ends are aborted.
 
         Args:
             requests: One for each prompt.
-            visit: The call that they belong to.
-            full_status: The HTTP status where the queue is full.
+            visit: The call.
+            full_status: HTTP status if the queue is full.
 
         Raises:
-            ApiError: The engine does not take one of `requests`, or the server ends.
+            ApiError: The engine rejects one of `requests`, or the server drains.
         """
         if self._is_over:
             raise ending()
@@ -197,14 +196,14 @@ class Front:
         return reply
 
     async def run_slow(self, function: Callable[[], T]) -> T:
-        """Run what may wait or take long in a thread."""
+        """Run a slow or blocking function in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._slow, function)
 
     def enter(self, visit: Visit) -> None:
-        """Note that a request that generates has come.
+        """Record a new generating request.
 
         Raises:
-            ApiError: The server ends: a 503.
+            ApiError: The server drains (503).
         """
         if self.is_draining:
             raise ending()
@@ -212,17 +211,17 @@ class Front:
         self._is_empty.clear()
 
     def leave(self, visit: Visit) -> None:
-        """Note that it has ended."""
+        """Record the end of a request."""
         self._visits.discard(visit)
         if not self._visits:
             self._is_empty.set()
 
     async def drain(self, seconds: float, is_in_a_hurry: Callable[[], bool]) -> None:
-        """Take nothing new, wait for what runs, and abort what then still does.
+        """Reject new requests, wait for running ones, and abort those that remain.
 
         Args:
-            seconds: How long running requests have.
-            is_in_a_hurry: Is asked whether to wait no longer.
+            seconds: Seconds for running requests.
+            is_in_a_hurry: Returns True to end the wait at once.
         """
         self.is_draining = True
         end = time.monotonic() + seconds
@@ -239,7 +238,7 @@ class Front:
             await self._is_empty_within(ABORT_S)
 
     async def close(self) -> None:
-        """End the threads, after the last request: a server cancels those that are left, and may not wait."""
+        """End the threads after the last request; the server cancels open requests without waiting."""
         self.is_draining = self._is_over = True
         await self._is_empty_within(ABORT_S)
         self._door.shutdown()
@@ -253,6 +252,6 @@ class Front:
 
 
 def ending() -> ApiError:
-    """Return the answer to what comes while the server ends."""
+    """Return the error of a request that arrives during shutdown."""
     headers = {"retry-after": str(RETRY_AFTER_S), "connection": "close"}
     return ApiError(503, "the server is ending and takes nothing new", code="draining", headers=headers)

@@ -1,4 +1,4 @@
-"""Visit: one HTTP request from its first byte to its line in the log, and what is known of it in between."""
+"""Visit: the record of one HTTP request, from its first byte to its log line."""
 
 import time
 import uuid
@@ -10,8 +10,8 @@ from starlette.requests import HTTPConnection
 from starlette.types import Scope
 
 Outcome = Literal["finished", "aborted", "rejected", "failed"]
-"""How a request that generates ended: with its answer; by its client, or with the server; not taken; by an
-error after it had been taken."""
+"""Outcome of a generating request: finished with its answer; aborted by its client or the shutdown; rejected;
+or failed after it was accepted."""
 
 GENERATING: Mapping[str, str] = {
     "/generate": "gen",
@@ -20,19 +20,19 @@ GENERATING: Mapping[str, str] = {
     "/v1/completions": "cmpl",
     "/v1/chat/completions": "chatcmpl",
 }
-"""Routes that ask the engine, with what the names of their requests begin with."""
+"""Routes that generate, and the prefixes of their request ids."""
 
 MOST_LOGGED = 2000
-"""Characters of a prompt in the log."""
+"""Maximum number of characters of a logged prompt."""
 
-_KEY = "colossalai.visit"  # of the scope: ASGI leaves names with a dot to applications
+_KEY = "colossalai.visit"  # in the scope: ASGI reserves names with a dot for applications
 
 
 class Visit:
-    """What is known of a request; the routes fill it, the gate reads it at the end.
+    """Record of a request. The routes fill it, and the gate reads it at the end.
 
     Args:
-        scope: The request, in ASGI's form.
+        scope: ASGI scope of the request.
     """
 
     def __init__(self, scope: Scope) -> None:
@@ -43,33 +43,33 @@ class Visit:
         self.began_at = time.monotonic()
         self.first_token_at: float | None = None
         self.last_token_at = self.began_at
-        self.model: str | None = None  # only names that are served: a label of metrics
+        self.model: str | None = None  # served names only: a label of metrics
         self.prompt_tokens = 0
         self.generated_tokens = 0
         self.cached_tokens = 0
-        self.most_tokens = 0  # of the longest of the answers, which are made at the same time
+        self.most_tokens = 0  # of the longest answer; the answers of a call are generated concurrently
         self.status: int | None = None
-        self.outcome: Outcome | None = None  # where the status does not say it
+        self.outcome: Outcome | None = None  # None: derived from the status
         self.error: str | None = None
-        self.has_left = False  # the client, before or after its answer
-        self.prompts: list[object] = []  # for the log, where they are asked for
-        self.on_end = ExitStack()  # is closed by the gate, however the request ends
+        self.has_left = False  # whether the client has disconnected, before or after its answer
+        self.prompts: list[object] = []  # for the log, with `log_prompts`
+        self.on_end = ExitStack()  # closed by the gate at the end of the request
         scope[_KEY] = self
 
     @staticmethod
     def of(request: HTTPConnection) -> "Visit":
-        """Return the visit that a request belongs to."""
+        """Return the visit of a request."""
         visit = request.scope[_KEY]
         assert isinstance(visit, Visit)
         return visit
 
     @property
     def age_s(self) -> float:
-        """Seconds since it began."""
+        """Seconds since the request arrived."""
         return time.monotonic() - self.began_at
 
     def end(self) -> Outcome:
-        """Return how it ended."""
+        """Return the outcome of the request."""
         if self.outcome is not None:
             return self.outcome
         if self.status is None:
@@ -79,7 +79,7 @@ class Visit:
         return "failed" if self.status == 500 else "rejected"
 
     def line(self, outcome: Outcome) -> str:
-        """Return its line in the log: name, route, status, outcome, tokens, seconds."""
+        """Return the log line: id, route, status, outcome, tokens, seconds."""
         parts = [self.request_id, self.method, ascii(self.path)[1:-1], str(self.status or "-"), outcome]
         if self.is_generating:
             first = "-" if self.first_token_at is None else f"{self.first_token_at - self.began_at:.3f}s"

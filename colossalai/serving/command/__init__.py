@@ -1,4 +1,4 @@
-"""What `colossalai serve` does: options and a config to a plan, ranks, an engine with its answers kept."""
+"""`colossalai serve`: options and a config file, lowered to a plan, ranks, an engine and an answer cache."""
 
 from colossalai.serving.command._answer_cache import AnswerCache as AnswerCache
 from colossalai.serving.command._profanity import ProfanityFilter as ProfanityFilter

@@ -1,4 +1,4 @@
-"""A rank of a service: what `colossalai serve` starts through the launcher."""
+"""Entry point of a rank that `colossalai serve` starts through the launcher."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Answer cache: requests that would be answered the same again are answered from what was said before.
+"""Answer cache: repeated deterministic requests are served from stored answers.
 
-It stands before an engine as another `Service`. Only requests whose answer is determined (temperature 0, or a
-seed) are looked up and kept, by all that shapes the answer: prompt, adapter and every field of the sampling
-parameters. A request without a seed is never given somebody's sample.
+It wraps an engine as another `Service`. Only deterministic requests (temperature 0, or a seed) are looked up
+and stored. The key is everything that affects the answer: prompt, adapter and every sampling parameter. A
+request without a seed is never served from the cache.
 """
 
 import threading
@@ -21,22 +21,21 @@ from colossalai.inference import (
     TokenLogprobs,
 )
 
-_WHOLE = ("stop", "length")  # reasons of an end that the same request has again: not its time, nor its client
+_WHOLE = ("stop", "length")  # finish reasons that the same request has again
 
 
 class AnswerCache(ServiceInFront):
-    """An engine that remembers.
+    """An engine with a cache of answers.
 
     Args:
         service: The engine.
-        num_requests: Most requests whose answers are kept, beside the fixed ones; the least recently used
-            goes first.
-        most_answers: Most answers of one request; one with a larger `n` is not kept.
-        fixed: Requests whose answers stay, as (prompt, max_tokens): the first answers that are kept of each.
-            They go when weights change, as all do.
+        num_requests: Capacity in requests, apart from pinned ones; the least recently used is evicted first.
+        most_answers: Largest `n` of a request that is stored.
+        fixed: Pinned requests as (prompt, max_tokens): the first stored answers of each stay in the cache
+            until the weights change.
 
     Raises:
-        ValueError: `fixed` names prompts, and `service` has no tokenizer.
+        ValueError: `fixed` contains prompts, and `service` has no tokenizer.
     """
 
     def __init__(
@@ -61,11 +60,11 @@ class AnswerCache(ServiceInFront):
         self._num_hits = 0
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Answer at once, in this thread and with one delta for each answer, or hand the request on.
+        """Serve a request from the cache (at once, in this thread, one delta per answer), or forward it.
 
         Raises:
-            RequestRefused: `request` can never be answered.
-            QueueFull: The queue has no room.
+            RequestRefused: `request` cannot be served by this engine.
+            QueueFull: The queue is full.
             EngineStopped: The engine has ended.
         """
         if not request.params.is_deterministic or request.params.n > self._most_answers:
@@ -85,14 +84,14 @@ class AnswerCache(ServiceInFront):
             )
 
     def stats(self) -> EngineStats:
-        """Return the state of the engine, with the number of requests that were answered from here."""
+        """Return the state of the engine, with the number of cache hits."""
         return replace(self._service.stats(), answer_cache_hits=self._num_hits)
 
     def update_weights(self, path: str, *, in_flight: str) -> None:
-        """Take new values, and forget what was said with the old ones; see `Service.update_weights`."""
+        """Load new values and clear the cache; see `Service.update_weights`."""
         try:
             self._service.update_weights(path, in_flight=in_flight)
-        finally:  # a request that was taken with the old ones, or meanwhile, is not kept when it ends
+        finally:  # requests accepted before this point carry an older version and are not stored
             with self._lock:
                 self._version += 1
                 self._kept.clear()
@@ -100,13 +99,13 @@ class AnswerCache(ServiceInFront):
                 self._pinned_keys.clear()
 
     def keep(self, request: Request, key: Hashable, version: int, answers: tuple[Delta, ...]) -> None:
-        """Keep whole answers, unless weights have changed since the request came."""
+        """Store complete answers, unless the weights have changed since the request arrived."""
         params = request.params
         fixed = (request.prompt_token_ids, -1 if params.max_tokens is None else params.max_tokens)
         with self._lock:
             if version != self._version or self._find(key) is not None:
                 return
-            # Of a fixed prompt the first request stays: others may differ in as many seeds as somebody likes.
+            # Pin the first request of a fixed prompt only: later ones may differ in any number of seeds.
             if fixed in self._fixed and fixed not in self._pinned_keys:
                 self._pinned_keys[fixed] = key
                 self._pinned[key] = answers
@@ -124,14 +123,14 @@ class AnswerCache(ServiceInFront):
 
 
 class _Recorder:
-    """Hears a request for its listener, and has whole answers kept.
+    """Listener that forwards the deltas of a request and stores its complete answers.
 
     Args:
-        cache: Where.
+        cache: The cache.
         request: The request.
-        key: Its key.
-        version: That of the weights when it came.
-        listener: Who hears of it.
+        key: Cache key of the request.
+        version: Version of the weights when the request arrived.
+        listener: Listener of the request.
     """
 
     def __init__(
@@ -142,7 +141,7 @@ class _Recorder:
         self._heard: list[list[Delta]] = [[] for _ in range(request.params.n)]
 
     def hear(self, heard: Delta | BaseException) -> None:
-        """Hand on what the engine says; keep it before its last word is handed on."""
+        """Forward a delta; complete answers are stored before the last delta is forwarded."""
         if isinstance(heard, Delta) and heard.is_restart:
             self._heard = [[] for _ in self._heard]
         elif isinstance(heard, Delta):
@@ -155,10 +154,10 @@ class _Recorder:
 
 
 def key_of(request: Request) -> Hashable:
-    """Return all of a request that shapes its answer."""
+    """Return the cache key of a request: everything that affects its answer."""
     params = request.params
     if params.is_greedy and params.seed is not None:
-        params = replace(params, seed=None)  # there is nothing to draw
+        params = replace(params, seed=None)  # greedy decoding draws no random number
     shaping = tuple(_hashable(params, field.name) for field in fields(SamplingParams))
     return (request.prompt_token_ids, request.adapter, shaping)
 
@@ -171,7 +170,7 @@ def _hashable(params: SamplingParams, name: str) -> Hashable:
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:
-    """Return one delta that says what several have said."""
+    """Concatenate the deltas of an answer."""
     last = deltas[-1]
     logprobs: tuple[TokenLogprobs, ...] | None = None
     if any(delta.logprobs is not None for delta in deltas):

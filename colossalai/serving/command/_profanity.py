@@ -1,13 +1,13 @@
-"""Profanity filter: answers with words of a list are replaced, before a client has seen one.
+"""Profanity filter: replaces answers that contain words of a list, before a client receives one.
 
-It stands before an engine as another `Service`, so that it holds for all routes, whole answers and streams.
+It wraps an engine as another `Service`, so it covers all routes, whole answers and streams.
 
 [Note: words that are still coming]
-A word may come in pieces, so what could be the beginning of one is held back until it is decided. Texts are
+A word may arrive in pieces, so a possible beginning of a word is held back until it is decided. Texts are
 compared letter by letter after NFKD and case folding, with white space as one space and without invisible
-characters. A letter is known only with the marks behind it, so the last one waits where it could go on. In a
-script with spaces a word is a whole one ("ass" is not in "class"), which the next letter decides; in Chinese,
-Japanese, Korean, Thai and the like it is wherever it stands.
+characters. A letter is complete only with the marks that follow it, so the last one waits where a mark could
+follow. In a script with spaces only whole words match ("ass" does not match in "class"), which the next
+letter decides; in Chinese, Japanese, Korean, Thai and similar scripts a word matches anywhere.
 """
 
 import json
@@ -29,7 +29,7 @@ from colossalai.inference import (
 )
 
 REPLACEMENT = "The question or its answer has words that are not said here; please put it in other words."
-"""What is said instead."""
+"""Replacement for a rejected answer."""
 
 _UNSPACED = ("CJK", "HIRAGANA", "KATAKANA", "HANGUL", "BOPOMOFO", "THAI", "LAO", "KHMER", "MYANMAR")
 _JAMO_INSIDE = range(0x1160, 0x1200)  # vowels and ends of decomposed Korean syllables
@@ -37,20 +37,20 @@ _JAMO_INSIDE = range(0x1160, 0x1200)  # vowels and ends of decomposed Korean syl
 
 @dataclass
 class _Node:
-    """A place in the tree of words, letter by letter."""
+    """Node of the trie of words, one letter per edge."""
 
     following: "dict[str, _Node]" = field(default_factory=dict)
     is_end: bool = False
 
 
 class ProfanityWords:
-    """Words and phrases that are looked for.
+    """Trie of forbidden words and phrases.
 
     Args:
-        words: The words; those that are empty are not counted.
+        words: The words; empty ones are ignored.
 
     Raises:
-        ValueError: `words` has no word.
+        ValueError: `words` has no non-empty word.
     """
 
     def __init__(self, words: Sequence[str]) -> None:
@@ -81,14 +81,14 @@ class ProfanityWords:
                 f"{place}: write a word or phrase on each line, in UTF-8, or a JSON list of them ({error})"
             ) from error
         if not all(isinstance(word, str) for word in words):
-            raise ValueError(f"{place}: the JSON list has something that is no text")
+            raise ValueError(f"{place}: the JSON list has an item that is not a text")
         try:
             return cls(words)
         except ValueError as error:
             raise ValueError(f"{place} is empty: write a word or phrase on each line") from error
 
     def are_in(self, text: str) -> bool:
-        """Return whether a text has one of them."""
+        """Return whether a text contains one of the words."""
         scan = ProfanityScan(self)
         scan.push(text)
         scan.end()
@@ -97,25 +97,25 @@ class ProfanityWords:
 
 # See [Note: words that are still coming].
 class ProfanityScan:
-    """Looks for words in a text that comes in pieces.
+    """Search for words in a text that arrives in pieces.
 
     Args:
-        words: The words.
+        words: The trie of words.
     """
 
     def __init__(self, words: ProfanityWords) -> None:
         self.has_found = False
         self._root = words.root
-        self._text = ""  # what is still needed of what has come
-        self._origin = 0  # where in all of the text it begins
-        self._said = 0  # up to there it was returned
-        self._next = 0  # from there on letters have not been looked at
-        self._before = ""  # the letter before that place
-        self._begun: list[tuple[_Node, int]] = []  # places in the tree, with where the word has begun
-        self._whole: list[int] = []  # beginnings of words that end just before `_next`
+        self._text = ""  # the part of the text that is still needed
+        self._origin = 0  # offset of that part in the whole text
+        self._said = 0  # offset up to which the text was returned
+        self._next = 0  # offset of the first letter that was not matched
+        self._before = ""  # the letter before that offset
+        self._begun: list[tuple[_Node, int]] = []  # open matches: node of the trie, and offset of the word
+        self._whole: list[int] = []  # offsets of words that end just before `_next`
 
     def push(self, piece: str) -> str:
-        """Take the next piece of the text, and return what can be said of it; "" once a word was found."""
+        """Append a piece, and return the text that is safe to send; "" once a word was found."""
         self._text += piece
         end = self._origin + len(self._text)
         for place in range(self._next + 1, end):
@@ -126,7 +126,7 @@ class ProfanityScan:
         return self._take(min([end, *self._whole, *(start for _, start in self._begun)]))
 
     def end(self) -> str:
-        """Take the end of the text, and return what was held back; "" if a word was found."""
+        """End the text, and return the held back part; "" if a word was found."""
         end = self._origin + len(self._text)
         self._look(end)
         self.has_found = self.has_found or bool(self._whole)
@@ -137,12 +137,12 @@ class ProfanityScan:
             return ""
         said = self._text[self._said - self._origin : end - self._origin]
         self._said = end
-        begin = min(end, self._next)  # the last letter may be said before it is looked at, with its marks
+        begin = min(end, self._next)  # the last letter, with its marks, may be sent before it is matched
         self._text, self._origin = self._text[begin - self._origin :], begin
         return said
 
     def _look(self, end: int) -> None:
-        """Look at a letter, which ends at a place."""
+        """Match the letter that ends at an offset."""
         start, self._next = self._next, max(end, self._next)
         for letter in _folded(self._text[start - self._origin : end - self._origin]):
             if letter == self._before == " ":
@@ -156,11 +156,11 @@ class ProfanityScan:
             self._whole = [begin for node, begin in reached if node.is_end]
 
     def _is_inside(self, letter: str) -> bool:
-        """Whether a letter goes on with the word that the one before belongs to."""
+        """Whether a letter continues the word of the previous letter."""
         return _continues(letter) or (_is_spaced(self._before) and _is_spaced(letter))
 
     def _could_go_on(self) -> bool:
-        """Whether the last letter, with marks that it may get, belongs to a word of the list."""
+        """Whether the last letter, with marks that may follow, can belong to a word of the list."""
         first = _folded(self._text[self._next - self._origin])[:1]
         if not first or self._whole or any(first in node.following for node, _ in self._begun):
             return True
@@ -175,7 +175,7 @@ def _folded(text: str) -> str:
 
 
 def _is_mark(letter: str) -> bool:
-    """Whether a letter is put on the one before."""
+    """Whether a letter is a combining mark."""
     return unicodedata.combining(unicodedata.normalize("NFKD", letter)[0]) != 0
 
 
@@ -184,19 +184,19 @@ def _continues(letter: str) -> bool:
 
 
 def _is_spaced(letter: str) -> bool:
-    """Whether a letter is of a word in a script that has spaces between words."""
+    """Whether a letter belongs to a script with spaces between words."""
     return letter.isalnum() and not unicodedata.name(letter, "").startswith(_UNSPACED)
 
 
 class ProfanityFilter(ServiceInFront):
-    """An engine that does not say some words.
+    """An engine with a filter for forbidden words.
 
-    A request whose prompt has one is answered without the engine. An answer that comes to one ends there,
-    with "content_filter".
+    A request whose prompt contains one is answered without the engine. An answer that contains one is cut
+    before it, with the finish reason "content_filter".
 
     Args:
         service: The engine.
-        words: The words.
+        words: The forbidden words.
 
     Raises:
         ValueError: `service` has no tokenizer.
@@ -211,17 +211,18 @@ class ProfanityFilter(ServiceInFront):
         self._words = words
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Hand a request on, or answer it at once if its prompt has a word of the list.
+        """Forward a request, or answer it at once if its prompt contains a forbidden word.
 
         Raises:
-            RequestRefused: `request` can never be answered, or asks for log-probabilities, which name tokens.
+            RequestRefused: `request` cannot be served by this engine, or has log-probabilities, which name
+                tokens.
             QueueFull: The queue has no room.
             EngineStopped: The engine has ended.
         """
         params = request.params
         if params.logprobs is not None or params.prompt_logprobs is not None:
             raise RequestRefused(
-                "logprobs name the words that this server does not say (--profanity-file); leave them out"
+                "logprobs name the words that this server filters (--profanity-file); leave them out"
             )
         if not self._words.are_in(self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)):
             self._service.submit(request, _Guard(self._service, self._words, request, listener).hear)
@@ -246,13 +247,13 @@ class ProfanityFilter(ServiceInFront):
 
 
 class _Guard:
-    """Hears a request for its listener, and hands on what may be said.
+    """Listener that forwards the deltas of a request without forbidden words.
 
     Args:
         service: The engine.
-        words: What may not be said.
+        words: The forbidden words.
         request: The request.
-        listener: Who hears of it.
+        listener: Listener of the request.
     """
 
     def __init__(self, service: Service, words: ProfanityWords, request: Request, listener: Listener) -> None:
@@ -265,7 +266,7 @@ class _Guard:
         self._num_open = len(self._scans)
 
     def hear(self, heard: Delta | BaseException) -> None:
-        """Hand on what the engine says, but for words of the list and what follows them."""
+        """Forward a delta, up to the first forbidden word."""
         if isinstance(heard, BaseException):
             self._listener(heard)
             return
@@ -280,14 +281,14 @@ class _Guard:
         if heard.finish_reason is not None:
             text += scan.end()
         if scan.has_found:
-            gap = "\n\n" if self._has_said[heard.index] else ""  # in a stream, from what was said before
+            gap = "\n\n" if self._has_said[heard.index] else ""  # after text that was already sent
             heard = replace(heard, text=gap + REPLACEMENT, finish_reason="content_filter", stop_reason=None)
             text = heard.text
         self._has_said[heard.index] |= bool(text)
         self._num_open -= heard.finish_reason is not None
         self._listener(replace(heard, text=text))
         if scan.has_found and not self._num_open:
-            # The engine may hold a lock in this thread, which is its own.
+            # The engine may hold a lock in this thread, its own one, so another thread calls abort.
             threading.Thread(
                 target=self._service.abort, args=(self._request.request_id,), daemon=True
             ).start()

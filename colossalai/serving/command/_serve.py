@@ -1,7 +1,7 @@
-"""Serving a model: on each rank its part of it, on rank 0 the engine and the HTTP server.
+"""`colossalai serve`: a part of the model on each rank, the engine and the HTTP server on rank 0.
 
-What `colossalai serve` says becomes one frozen value, which the ranks get as JSON in an argument. With one
-rank everything runs in this process; more are started by the launcher, as those of `colossalai run`.
+The options are one frozen value, which each rank receives as JSON in an argument. One rank runs in this
+process; several are started by the launcher, as by `colossalai run`.
 """
 
 import json
@@ -40,28 +40,28 @@ from colossalai.serving.command._profanity import ProfanityFilter, ProfanityWord
 
 KEY_VARIABLE = "COLOSSALAI_API_KEY"
 _STEP_TOKENS = EngineOptions().max_tokens_per_step
-_END_S = 30.0  # beyond the drain: for aborted requests, connections and ranks to end
+_END_S = 30.0  # after the drain: for aborted requests, connections and ranks to end
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServeOptions:
-    """What is served, on which ranks, and how it is reached.
+    """Options of `colossalai serve`: the model, the ranks and the server.
 
     Attributes:
-        model: A folder of `save_pretrained`, or a name of `colossalai.inference.models`; None where `config`
-            says it. Of a folder of peft's, the model that it names is served with its adapters.
-        config: A file as `ServingConfig` reads it; what is given here goes before it.
-        name: The name that requests ask for the model by; None for that of the folder.
-        tokenizer: Folder of the tokenizer; None for that of the model.
-        tp: Ranks that share each layer; None for what `config` says, or one.
-        pp: Stages that share the layers; None likewise.
-        max_restarts: Times that ranks are started again when one has died.
-        api_key_file: A file with the key that clients have to send; None for the variable
-            COLOSSALAI_API_KEY, or for none.
-        profanity_file: A file with words and phrases, one on a line; an answer to a request that has one, or
-            that has one itself, is replaced.
+        model: A `save_pretrained` folder, or a name of `colossalai.inference.models`; None for the model of
+            `config`. A peft folder stands for its base model with the adapter applied.
+        config: A file in the format of `ServingConfig`; the options given here take precedence.
+        name: Name of the model in requests. Default: the name of the folder.
+        tokenizer: Folder of the tokenizer. Default: the model's own.
+        tp: Number of tensor parallel ranks. Default: the value of `config`, or 1.
+        pp: Number of pipeline stages. Default: the value of `config`, or 1.
+        max_restarts: Number of restarts of the ranks after one has died.
+        api_key_file: A file with the API key. Default: the environment variable COLOSSALAI_API_KEY, or no
+            key.
+        profanity_file: A file with forbidden words and phrases, one per line; requests and answers that
+            contain one get a fixed reply.
         engine: Fields of `EngineOptions`.
-        server: Fields of `ServerOptions`, but for the key.
+        server: Fields of `ServerOptions`, except `api_key`.
     """
 
     model: str | None = None
@@ -78,17 +78,17 @@ class ServeOptions:
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        """Return the value that `to_json` wrote."""
+        """Parse the output of `to_json`."""
         return cls(**json.loads(text))
 
     def to_json(self) -> str:
-        """Return it as text; the key is not in it."""
+        """Return the options as JSON; the key is not part of them."""
         return json.dumps(asdict(self))
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Plan:
-    """What a rank does: the options, with what a config file says under them."""
+    """Options of a rank, merged with the config file."""
 
     model: Any
     name: str
@@ -101,32 +101,32 @@ class _Plan:
     api_key: str | None
     profanity: ProfanityWords | None
     config: ServingConfig | None
-    adapter: str | None  # whose answers are those of the model
+    adapter: str | None  # adapter of requests to the model itself
 
     def server_options(self) -> ServerOptions:
         return ServerOptions(**self.server, api_key=self.api_key)
 
 
 def serve(options: ServeOptions) -> int:
-    """Serve a model until the process is asked to end.
+    """Serve a model until SIGTERM or SIGINT.
 
     Args:
-        options: What and how.
+        options: The model, the ranks and the server.
 
     Returns:
         The exit code.
 
     Raises:
-        ValueError: `options` or their files say something that is not allowed; nothing has been started.
+        ValueError: `options` or their files are invalid; nothing has been started.
     """
     plan = _plan(options)
-    server = plan.server_options()  # refuses before anything is loaded or started
+    server = plan.server_options()  # raises before anything is loaded or started
     check_certificate(server)
     check_port(server)
     num_ranks = plan.tp * plan.pp
     if plan.config is not None:
         _set_log_level(plan.config.log_level)
-    # Ranks take seconds to start, and values may take minutes.
+    # Ranks take seconds to start, and weights may take minutes to load.
     ranks = f"{num_ranks} ranks (tp {plan.tp}, pp {plan.pp})" if num_ranks > 1 else "one rank"
     get_dist_logger("colossalai.serving").info(f"loading {plan.name} on {ranks}")
     if num_ranks == 1 and not options.max_restarts:
@@ -134,7 +134,7 @@ def serve(options: ServeOptions) -> int:
         return 0
     if plan.config is None or plan.config.engine_server is None:
         check_ranks(plan.model, plan.engine, tokenizer=plan.tokenizer, tp=plan.tp, pp=plan.pp)
-    if server.port == 0:  # ranks that are started again take the same one
+    if server.port == 0:  # restarted ranks must bind the same port
         with reserved_port(server.host) as port:
             return _run_on_ranks(replace(options, server={**options.server, "port": port}), plan)
     return _run_on_ranks(options, plan)
@@ -159,10 +159,10 @@ def _run_on_ranks(options: ServeOptions, plan: "_Plan") -> int:
 
 
 def serve_rank(options: ServeOptions) -> None:
-    """Serve on this rank: on the first until the process is asked to end, on another until that one ends.
+    """Serve on this rank: rank 0 until SIGTERM or SIGINT, the others until rank 0 ends.
 
     Raises:
-        ValueError: The model cannot be served as `options` say.
+        ValueError: `options` do not fit the model.
         RuntimeError: The engine has failed.
     """
     plan = _plan(options)
@@ -220,21 +220,21 @@ def _serve_http(plan: _Plan, service: Service) -> None:
             most_answers=config.cache_list_size,
             fixed=config.fixed_cache_keys,
         )
-    if plan.profanity is not None:  # also before kept answers, which are what the model said
+    if plan.profanity is not None:  # outermost: cached answers are unfiltered
         front = ProfanityFilter(front, plan.profanity)
     server = Server(front, plan.server_options())
     if isinstance(service, ThreadedEngine):
-        # An engine that has failed has told its clients; the process ends, and somebody may start it again.
+        # A failed engine has sent the error to its clients; the process ends, and may be restarted.
         service.on_end(server.ask_to_stop)
     server.serve()
 
 
 class AdaptedModel(ServiceInFront):
-    """An engine whose model has an adapter: what asks for the model itself is answered with that.
+    """An engine that applies one adapter to all requests that name no adapter.
 
     Args:
         service: The engine.
-        adapter: The name of the adapter there.
+        adapter: Name of the adapter in the engine.
     """
 
     def __init__(self, service: Service, adapter: str) -> None:
@@ -242,7 +242,7 @@ class AdaptedModel(ServiceInFront):
         self._adapter = adapter
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Hand a request on; see `Service.submit`."""
+        """Forward a request; see `Service.submit`."""
         adapter = self._adapter if request.adapter is None else request.adapter
         self._service.submit(replace(request, adapter=adapter), listener)
 
@@ -251,7 +251,7 @@ class AdaptedModel(ServiceInFront):
         return self._service.stats()
 
     def update_weights(self, path: str, *, in_flight: str) -> None:
-        """Take new values of the model without the adapter; see `Service.update_weights`."""
+        """Load new values of the base model; see `Service.update_weights`."""
         self._service.update_weights(path, in_flight=in_flight)
 
 
@@ -261,10 +261,10 @@ def _set_log_level(level: str) -> None:
 
 
 def _plan(options: ServeOptions) -> _Plan:
-    """Return what the options and their config file say together.
+    """Merge the options with their config file.
 
     Raises:
-        ValueError: `options` contradict their config, lack a model, or name files that cannot be read.
+        ValueError: `options` contradict their config, have no model, or name unreadable files.
     """
     config = None if options.config is None else ServingConfig.from_file(options.config)
     if config is None and options.model is None:
@@ -325,7 +325,7 @@ def _plan(options: ServeOptions) -> _Plan:
 
 
 def _api_key(file: str | None) -> str | None:
-    """Return the key of a file, else of the environment; None for none.
+    """Return the key of the file, else of the environment, else None.
 
     Raises:
         ValueError: `file` cannot be read, or is empty.

@@ -1,4 +1,4 @@
-"""What the routes take and answer: OpenAI's schemas, the documented /generation and /generate."""
+"""Routes: OpenAI's schemas, and the documented routes /generation and /generate."""
 
 from colossalai.serving.routes._dialogues import add_dialogue_routes as add_dialogue_routes
 from colossalai.serving.routes._generation import add_generation_route as add_generation_route

@@ -1,4 +1,4 @@
-"""Answers in OpenAI's form: what the engine says of each choice, gathered whole or written chunk by chunk."""
+"""Answers in OpenAI's form: the deltas of each choice, gathered whole or streamed in chunks."""
 
 import json
 import time
@@ -16,13 +16,13 @@ _IMPOSSIBLE = -9999.0
 
 
 class CachedTokens(BaseModel):
-    """Tokens of prompts that were not computed again."""
+    """Prompt tokens that came from a cache."""
 
     cached_tokens: int
 
 
 class UsageBody(BaseModel):
-    """Tokens of a call."""
+    """Token counts of a call."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -60,7 +60,7 @@ class CompletionAnswer(BaseModel):
 
 
 class TopLogprob(BaseModel):
-    """A token that could have been, its log-probability and its bytes in UTF-8."""
+    """An alternative token, its log-probability and its bytes in UTF-8."""
 
     token: str
     logprob: float
@@ -68,7 +68,7 @@ class TopLogprob(BaseModel):
 
 
 class ChatTokenLogprob(TopLogprob):
-    """A token of a message, and the most likely ones at its place."""
+    """A token of a message, with the most likely alternatives."""
 
     top_logprobs: list[TopLogprob]
 
@@ -80,7 +80,7 @@ class ChatLogprobs(BaseModel):
 
 
 class AssistantMessage(BaseModel):
-    """The message that was made."""
+    """The generated message."""
 
     role: Literal["assistant"]
     content: str
@@ -109,23 +109,23 @@ class ChatAnswer(BaseModel):
 
 @dataclass
 class ChoiceSoFar:
-    """What is known of one answer to one prompt."""
+    """State of one answer to one prompt."""
 
     index: int
     text: str = ""
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     has_begun: bool = False
-    offset: int = 0  # of the next token, in characters
+    offset: int = 0  # of the next token's text, in characters
 
 
 class Answers:
-    """All choices of a call: those of the first prompt, those of the second, and so on.
+    """All choices of a call, ordered by prompt.
 
     Args:
         prompts: The prompts.
-        n: Number of answers to each.
-        visit: The call; its tokens are counted there.
+        n: Number of answers to each prompt.
+        visit: The call, where tokens are counted.
     """
 
     def __init__(self, prompts: Sequence[Tokens], n: int, visit: Visit) -> None:
@@ -137,7 +137,7 @@ class Answers:
         visit.prompt_tokens = sum(map(len, prompts))
 
     def add(self, prompt: int, delta: Delta) -> ChoiceSoFar:
-        """Note what the engine says, and return the choice that it belongs to."""
+        """Add a delta, and return its choice."""
         if delta.is_restart:
             for number in range(prompt * self._n, (prompt + 1) * self._n):
                 self.choices[number] = ChoiceSoFar(number)
@@ -151,17 +151,17 @@ class Answers:
             self.prompt_logprobs[prompt] = delta.prompt_logprobs
         self._num_cached[prompt] = max(self._num_cached[prompt], delta.cached_tokens)
         self._visit.cached_tokens = sum(self._num_cached.values())
-        if delta.finish_reason == "abort":  # by the server's end; a client that has left hears nothing
+        if delta.finish_reason == "abort":  # by the shutdown; a disconnected client receives nothing
             self._visit.outcome = "aborted"
         return choice
 
     def prompt_of(self, choice: ChoiceSoFar) -> int:
-        """Return which prompt a choice continues."""
+        """Return the index of the prompt of a choice."""
         return choice.index // self._n
 
     @property
     def usage(self) -> dict[str, Any]:
-        """Tokens of the call so far."""
+        """Token counts of the call so far."""
         visit = self._visit
         return {
             "prompt_tokens": visit.prompt_tokens,
@@ -172,26 +172,26 @@ class Answers:
 
 
 class Form(Protocol):
-    """How answers of a route are written."""
+    """Response format of a route."""
 
     def whole(self, answers: Answers) -> dict[str, Any]:
-        """Return all answers, after their ends."""
+        """Return the response with all finished answers."""
 
     def chunks(self, choice: ChoiceSoFar, delta: Delta, answers: Answers) -> Iterable[dict[str, Any]]:
-        """Return what is sent of a delta: nothing where it adds no text, or more than one chunk."""
+        """Return the chunks of a delta: none if it adds no text, or several."""
 
     def last(self, answers: Answers) -> list[dict[str, Any]]:
-        """Return the chunk with the usage, where it was asked for."""
+        """Return the chunk with the usage, if the request includes it."""
 
 
 @dataclass(frozen=True)
 class Heading:
-    """What every chunk of a call begins with.
+    """Common fields of every chunk of a call.
 
     Attributes:
-        request_id: The call.
-        model: The model that was asked for.
-        shows_usage: Whether the last chunk has the usage, and the others none.
+        request_id: Id of the call.
+        model: Name of the model in the request.
+        shows_usage: Whether the last chunk has the usage, and the others a null.
     """
 
     request_id: str
@@ -200,7 +200,7 @@ class Heading:
     created: int = field(default_factory=lambda: int(time.time()))
 
     def of(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return an answer or a chunk with these choices."""
+        """Return an answer or a chunk with the given choices."""
         return {
             "id": self.request_id,
             "object": kind,
@@ -210,25 +210,24 @@ class Heading:
         }
 
     def chunk(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """Return a chunk that is not the last one."""
+        """Return a chunk other than the last one."""
         chunk = self.of(kind, choices)
         return {**chunk, "usage": None} if self.shows_usage else chunk
 
     def last(self, kind: str, answers: Answers) -> list[dict[str, Any]]:
-        """Return the chunk with the usage, where it was asked for."""
+        """Return the chunk with the usage, if the request includes it."""
         return [{**self.of(kind, []), "usage": answers.usage}] if self.shows_usage else []
 
 
 class CompletionForm:
-    """Answers of /v1/completions.
+    """Response format of /v1/completions.
 
     Args:
-        heading: What they begin with.
-        prompts: Texts of tokens.
-        echoes: What each text begins with, and its tokens: the prompts, or nothing where they are not asked
-            for.
-        has_logprobs: Whether log-probabilities were asked for.
-        num_top: Of how many of the most likely tokens.
+        heading: Common fields of the chunks.
+        prompts: Tokenizer, for the texts of tokens.
+        echoes: Text and tokens of each prompt, to begin each answer with; None without `echo`.
+        has_logprobs: Whether the request includes log-probabilities.
+        num_top: Number of alternatives for each token.
     """
 
     def __init__(
@@ -247,7 +246,7 @@ class CompletionForm:
         self._num_top = num_top
 
     def whole(self, answers: Answers) -> dict[str, Any]:
-        """Return all answers, after their ends."""
+        """Return the response with all finished answers."""
         choices = []
         for choice in answers.choices:
             text, before = self._echo(choice, answers)
@@ -263,7 +262,7 @@ class CompletionForm:
         return {**self._heading.of("text_completion", choices), "usage": answers.usage}
 
     def chunks(self, choice: ChoiceSoFar, delta: Delta, answers: Answers) -> Iterable[dict[str, Any]]:
-        """Return what is sent of a delta."""
+        """Return the chunks of a delta."""
         text, before = ("", []) if choice.has_begun else self._echo(choice, answers)
         choice.has_begun = True
         text += delta.text
@@ -282,11 +281,11 @@ class CompletionForm:
             )
 
     def last(self, answers: Answers) -> list[dict[str, Any]]:
-        """Return the chunk with the usage, where it was asked for."""
+        """Return the chunk with the usage, if the request includes it."""
         return self._heading.last("text_completion", answers)
 
     def _echo(self, choice: ChoiceSoFar, answers: Answers) -> tuple[str, list[TokenLogprobs | int]]:
-        """Return the prompt's text and log-probabilities, the first token alone, since it has none."""
+        """Return the prompt's text and its log-probabilities; the first token has none and is a bare id."""
         if self._echoes is None:
             return "", []
         prompt = answers.prompt_of(choice)
@@ -310,7 +309,7 @@ class CompletionForm:
         }
 
     def _top(self, found: TokenLogprobs) -> dict[str, float]:
-        """Return the most likely tokens by their texts; of two with one text the likelier one."""
+        """Return the most likely tokens by their texts; the likelier one of two with the same text."""
         top: dict[str, float] = {}
         for token, logprob in (*found.top, (found.token_id, found.logprob)):
             top.setdefault(self._prompts.token_text(token), _finite(logprob))
@@ -318,12 +317,12 @@ class CompletionForm:
 
 
 class ChatForm:
-    """Answers of /v1/chat/completions.
+    """Response format of /v1/chat/completions.
 
     Args:
-        heading: What they begin with.
-        prompts: Texts of tokens.
-        has_logprobs: Whether log-probabilities were asked for.
+        heading: Common fields of the chunks.
+        prompts: Tokenizer, for the texts of tokens.
+        has_logprobs: Whether the request includes log-probabilities.
     """
 
     def __init__(self, heading: Heading, prompts: Prompts, *, has_logprobs: bool) -> None:
@@ -332,7 +331,7 @@ class ChatForm:
         self._has_logprobs = has_logprobs
 
     def whole(self, answers: Answers) -> dict[str, Any]:
-        """Return all answers, after their ends."""
+        """Return the response with all finished answers."""
         choices = [
             {
                 "index": choice.index,
@@ -345,7 +344,7 @@ class ChatForm:
         return {**self._heading.of("chat.completion", choices), "usage": answers.usage}
 
     def chunks(self, choice: ChoiceSoFar, delta: Delta, answers: Answers) -> Iterable[dict[str, Any]]:
-        """Return what is sent of a delta; the first one of a choice says who speaks."""
+        """Return the chunks of a delta; the first chunk of a choice has the role."""
         if not choice.has_begun:
             choice.has_begun = True
             yield self._chunk(choice, {"role": "assistant", "content": "", "refusal": None}, None, None)
@@ -355,7 +354,7 @@ class ChatForm:
             yield self._chunk(choice, {}, None, delta.finish_reason)
 
     def last(self, answers: Answers) -> list[dict[str, Any]]:
-        """Return the chunk with the usage, where it was asked for."""
+        """Return the chunk with the usage, if the request includes it."""
         return self._heading.last("chat.completion.chunk", answers)
 
     def _chunk(self, choice: ChoiceSoFar, delta: Any, logprobs: Any, finish_reason: Any) -> dict[str, Any]:
@@ -383,7 +382,7 @@ class ChatForm:
 
 
 def _finite(logprob: float) -> float:
-    """Return a log-probability that JSON can write: OpenAI's number for what cannot be."""
+    """Replace -inf, which JSON cannot represent, by OpenAI's value."""
     return max(_IMPOSSIBLE, logprob)
 
 

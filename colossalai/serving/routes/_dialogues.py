@@ -1,7 +1,7 @@
-"""The documented routes of the chat server: POST /generate, and /generate/stream with server-sent events.
+"""Routes of the chat server: POST /generate, and /generate/stream with server-sent events.
 
-A dialogue is a list of instructions with their responses; the prompt is what the model was trained on, by
-its tokenizer's chat template or in Alpaca's. Of one that is too long the oldest turns are left out.
+A dialogue is a list of instructions with their responses. The prompt has the format of the training data: the
+tokenizer's chat template, or Alpaca's. A dialogue longer than the window loses its oldest turns.
 """
 
 import json
@@ -21,7 +21,7 @@ from colossalai.serving.routes._answers import Answers
 from colossalai.serving.routes._openai import GENERATING_ERRORS, EventStream, requests_of, responses
 from colossalai.serving.routes._schemas import StrictBody
 
-_MOST_NEW_TOKENS = 512  # where it is not asked for
+_MOST_NEW_TOKENS = 512  # default of `max_new_tokens`
 _DATA = {"type": "string", "description": "A JSON string: the next piece of the answer, or an empty one."}
 _NAME = {"enum": ["generate", "end", "error"], "description": "After an error, data is its JSON object."}
 _EVENT = {"type": "object", "properties": {"event": _NAME, "data": _DATA}, "required": ["event", "data"]}
@@ -31,14 +31,14 @@ _STREAM: dict[int | str, dict[str, Any]] = {
 
 
 class DialogueTurn(StrictBody):
-    """An instruction and the response to it."""
+    """An instruction and its response."""
 
     instruction: str = Field(min_length=1)
     response: str = Field("", description="Of the last turn it is empty: that is what is asked for.")
 
 
 class DialogueBody(StrictBody):
-    """A dialogue whose last instruction is to be answered."""
+    """A dialogue that ends with an open instruction."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -76,8 +76,8 @@ def add_dialogue_routes(router: APIRouter, front: Front) -> None:
     """Add POST /generate and /generate/stream.
 
     Args:
-        router: Where to add them.
-        front: The engine behind them.
+        router: Router that gets the routes.
+        front: The engine and its options.
     """
 
     @router.post("/generate", responses=responses(*GENERATING_ERRORS, 429))
@@ -102,15 +102,15 @@ def add_dialogue_routes(router: APIRouter, front: Front) -> None:
         request = await _request_of(front, body, visit)
         answers = Answers([request.prompt_token_ids], 1, visit)
         reply = await front.ask([request], visit)
-        first = await reply.next()  # so that an error before the first piece has a status
+        first = await reply.next()  # an error before the first piece still sets the status
         return EventStream(_events(visit, reply, first, answers))
 
 
 async def _request_of(front: Front, body: DialogueBody, visit: Visit) -> Request:
-    """Return what the engine is asked.
+    """Return the engine's request of a body.
 
     Raises:
-        ApiError: `body` asks for what cannot be answered.
+        ApiError: `body` cannot be answered.
     """
     visit.model = front.info.name
     if body.history[-1].response:
@@ -135,7 +135,7 @@ async def _request_of(front: Front, body: DialogueBody, visit: Visit) -> Request
 
 
 def _add(answers: Answers, heard: list[Heard]) -> str:
-    """Note what the engine says, and return what is new of the text."""
+    """Add deltas, and return the new text."""
     for index, delta in heard:
         answers.add(index, delta)
     return "".join(delta.text for _, delta in heard)
@@ -144,7 +144,7 @@ def _add(answers: Answers, heard: list[Heard]) -> str:
 async def _events(
     visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's events; an error of the engine is one of them, and then the last."""
+    """Yield the events of a stream; an error of the engine is the last event."""
     try:
         while heard is not None:
             if text := _add(answers, heard):
@@ -158,5 +158,5 @@ async def _events(
 
 
 def _event(name: Literal["generate", "end", "error"], data: bytes) -> bytes:
-    """Return a server-sent event; browsers do not see one without data."""
+    """Return a server-sent event; browsers ignore one without data."""
     return b"event: " + name.encode() + b"\ndata: " + data + b"\n\n"

@@ -46,7 +46,7 @@ class LoadWeightsBody(StrictBody):
 
 
 class LoadWeightsAnswer(BaseModel):
-    """What was loaded; it is in force."""
+    """The loaded weights, in effect from now on."""
 
     path: str
     model: str
@@ -56,8 +56,8 @@ def add_generation_route(router: APIRouter, front: Front) -> None:
     """Add POST /generation.
 
     Args:
-        router: Where to add it.
-        front: The engine behind it.
+        router: Router that gets the route.
+        front: The engine and its options.
     """
 
     @router.post("/generation", responses=responses(*GENERATING_ERRORS, 406))
@@ -88,17 +88,17 @@ def add_weights_route(router: APIRouter, front: Front) -> None:
     """Add POST /v1/load_weights.
 
     Args:
-        router: Where to add it.
-        front: The engine behind it.
+        router: Router that gets the route.
+        front: The engine and its options.
     """
 
     @router.post("/v1/load_weights", responses=responses(400, 409, 413, 503))
     async def load_weights(body: LoadWeightsBody) -> LoadWeightsAnswer:
-        """Take new values from a checkpoint, without a restart; the answer comes when they are in force."""
+        """Load new weights from a checkpoint without a restart; returns once they are in effect."""
         if front.is_updating:
             raise ApiError(409, "weights are being loaded already; wait for the end of that", code="busy")
         front.is_updating = True
-        # It goes on if the client leaves, so the thread says when it is over.
+        # The update continues if the client disconnects, so the thread itself resets the flag.
         try:
             await front.run_slow(partial(_update, front, body))
         except EngineStopped as error:

@@ -1,4 +1,4 @@
-"""OpenAI's routes: completions, chat completions, and the list of models; and what their answers share."""
+"""OpenAI's routes: completions, chat completions and the list of models, and their common helpers."""
 
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Literal
@@ -34,7 +34,7 @@ _MOST_PROMPTS = 1024
 
 
 class ModelCard(BaseModel):
-    """A name that requests can ask for; of an adapter with the model that it belongs to."""
+    """A model or adapter that requests can name; an adapter has its model as the parent."""
 
     id: str
     object: Literal["model"] = "model"
@@ -46,14 +46,14 @@ class ModelCard(BaseModel):
 
 
 class ModelList(BaseModel):
-    """All names that requests can ask for."""
+    """All models and adapters that requests can name."""
 
     object: Literal["list"] = "list"
     data: list[ModelCard]
 
 
 class EventStream(Response):
-    """Server-sent events, each sent as soon as it is there.
+    """Server-sent events, each sent as soon as it is available.
 
     Args:
         events: The events.
@@ -67,7 +67,7 @@ class EventStream(Response):
         self._events = events
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the events; the gate cancels this where the client leaves."""
+        """Send the events; the gate cancels this call if the client disconnects."""
         start = {"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers}
         await send(start)
         async for each in self._events:
@@ -76,20 +76,20 @@ class EventStream(Response):
 
 
 def responses(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """Return the errors of a route for its description: those given, and those that every route has."""
+    """Return the error responses of a route for its description: `statuses`, 401 and 500."""
     return {status: {"model": ErrorBody} for status in sorted({401, 500, *statuses})}
 
 
 GENERATING_ERRORS = (400, 404, 413, 503)
-"""What every route that generates may answer, beside what every route does and that its queue is full."""
+"""Errors of every generating route, in addition to the common ones and a full queue."""
 
 
 def add_openai_routes(router: APIRouter, front: Front) -> None:
     """Add /v1/completions, /v1/chat/completions and /v1/models.
 
     Args:
-        router: Where to add them.
-        front: The engine behind them.
+        router: Router that gets the routes.
+        front: The engine and its options.
     """
     errors = responses(*GENERATING_ERRORS, 429)
 
@@ -119,14 +119,14 @@ def add_openai_routes(router: APIRouter, front: Front) -> None:
 
 
 def find_model(front: Front, name: str | None) -> str | None:
-    """Return the adapter that a name asks for, None for the model itself.
+    """Return the adapter of a model name, None for the model itself.
 
     Args:
-        front: What is served.
-        name: The field `model` of a request; None for the model itself.
+        front: The engine and its options.
+        name: Field `model` of a request; None for the model itself.
 
     Raises:
-        ApiError: `name` is neither the model nor an adapter; a 404 with the names that are.
+        ApiError: `name` is neither the model nor an adapter (404, with the known names).
     """
     info = front.info
     if name is None or name == info.name:
@@ -222,7 +222,7 @@ async def _chat(front: Front, body: ChatBody, visit: Visit) -> Response:
 
 
 async def _prompts_of(front: Front, body: CompletionBody) -> tuple[list[str] | None, list[Tokens]]:
-    """Return the prompts as texts, where they came so, and as tokens."""
+    """Return the prompts as texts, if the request has texts, and as tokens."""
     prompt = body.prompt
     if isinstance(prompt, str):
         return [prompt], await front.prompts.from_texts([prompt])
@@ -253,12 +253,12 @@ def _heading(body: GeneratingBody, visit: Visit) -> Heading:
 async def _answer(
     front: Front, body: GeneratingBody, visit: Visit, requests: Sequence[Request], form: Form
 ) -> Response:
-    """Ask the engine, and return its answers, whole or as a stream."""
+    """Submit requests to the engine, and return the answers, whole or as a stream."""
     answers = Answers([request.prompt_token_ids for request in requests], requests[0].params.n, visit)
     reply = await front.ask(requests, visit)
     heard = (
         await reply.next()
-    )  # a stream begins with its first token, so that an error before it has a status
+    )  # a stream begins with its first token, so an error before it still sets the status
     if body.stream:
         holds = requests[0].params.prompt_logprobs is not None
         return EventStream(_events(visit, reply, heard, answers, form, _Holder(holds)))
@@ -270,10 +270,10 @@ async def _answer(
 
 
 class _Holder:
-    """Keeps what is said of other answers to a prompt until answer 0 has brought the prompt's own part.
+    """Buffer of deltas that arrive before answer 0 has returned the prompt's log-probabilities.
 
     Args:
-        holds: Whether there is such a part; nothing is kept otherwise.
+        holds: Whether the request has prompt log-probabilities; otherwise nothing is buffered.
     """
 
     def __init__(self, holds: bool) -> None:
@@ -282,7 +282,7 @@ class _Holder:
         self._known: set[int] = set()
 
     def pass_on(self, heard: Sequence[Heard]) -> list[Heard]:
-        """Return what can be sent now, in the order in which it came for each answer."""
+        """Return the deltas that can be sent now, in order of arrival for each answer."""
         if not self._holds:
             return list(heard)
         ready: list[Heard] = []
@@ -300,7 +300,7 @@ class _Holder:
 async def _events(
     visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers, form: Form, holder: _Holder
 ) -> AsyncIterator[bytes]:
-    """Yield a stream's events; an error of the engine is one of them, and then the last."""
+    """Yield the events of a stream; an error of the engine is the last event."""
     try:
         while heard is not None:
             events = []

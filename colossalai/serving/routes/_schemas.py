@@ -1,6 +1,6 @@
-"""Bodies of requests to OpenAI's routes: their fields, those that are refused by name, and what they mean.
+"""Request bodies of OpenAI's routes: supported fields, and fields that are refused with a reason.
 
-Ranges of sampling arguments are checked in one place, `SamplingParams`; here are types.
+`SamplingParams` checks the ranges of sampling arguments; the schemas check types.
 """
 
 import json
@@ -25,7 +25,7 @@ class StrictBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
     refused: ClassVar[Mapping[str, str]] = {}
-    """Fields of OpenAI that would shape an answer, and why they are not there. null does not shape it."""
+    """OpenAI's fields that would affect an answer but are not supported, with reasons. null is accepted."""
 
     @model_validator(mode="before")
     @classmethod
@@ -53,7 +53,7 @@ class StrictBody(BaseModel):
 
 
 def _is_whole(value: Any) -> bool:
-    """Whether a text, or a list, can be written in UTF-8: JSON allows others, tokenizers do not."""
+    """Whether a text, or each text of a list, is valid Unicode: JSON permits lone surrogates."""
     texts = value if isinstance(value, list) else [value]
     try:
         for text in texts:
@@ -65,7 +65,7 @@ def _is_whole(value: Any) -> bool:
 
 
 def _worded(expected: str) -> WrapValidator:
-    """Say what is expected in one sentence, where pydantic has one for each branch of a union."""
+    """Return a validator with one error message for a union, where pydantic has one for each branch."""
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
         try:
@@ -88,7 +88,7 @@ class StreamOptions(StrictBody):
 
 
 class NamedSchema(StrictBody):
-    """A JSON schema, as `response_format` has it."""
+    """A JSON schema, in the form of `response_format`."""
 
     name: str | None = None
     description: str | None = None
@@ -128,7 +128,7 @@ _Format = Annotated[
 
 
 class GeneratingBody(StrictBody):
-    """What `/v1/completions` and `/v1/chat/completions` have in common."""
+    """Common fields of `/v1/completions` and `/v1/chat/completions`."""
 
     model: str | None = Field(None, description="A name of /v1/models; the served model if left out.")
     n: int | None = Field(None, description="Number of answers to a prompt; 1 if left out.")
@@ -161,7 +161,7 @@ class GeneratingBody(StrictBody):
 
     @property
     def asked_tokens(self) -> int | None:
-        """Most tokens of an answer, by either name.
+        """Maximum number of tokens of an answer, by either name.
 
         Raises:
             ApiError: `max_tokens` and `max_completion_tokens` contradict each other.
@@ -177,7 +177,7 @@ class GeneratingBody(StrictBody):
         return both.pop() if both else None
 
     def check(self) -> None:
-        """Check what is wrong only together.
+        """Check combinations of fields.
 
         Raises:
             ApiError: `stream_options` are given without `stream`.
@@ -246,7 +246,7 @@ class ChatMessage(StrictBody):
 
     @property
     def for_template(self) -> dict[str, str]:
-        """The message as chat templates know it."""
+        """The message in the form of chat templates."""
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
         message = {"role": "system" if self.role == "developer" else self.role, "content": text}
         return message if self.name is None else {**message, "name": self.name}
@@ -284,7 +284,7 @@ class ChatBody(GeneratingBody):
     top_logprobs: int | None = None
 
     def check(self) -> None:
-        """Check what is wrong only together.
+        """Check combinations of fields.
 
         Raises:
             ApiError: `stream_options` are given without `stream`, or `top_logprobs` without `logprobs`.
@@ -304,15 +304,15 @@ def sampling_params(
     logprobs: int | None,
     prompt_logprobs: int | None = None,
 ) -> SamplingParams:
-    """Return how an answer is drawn.
+    """Return the sampling parameters of a request.
 
     Args:
-        body: What is asked for.
-        max_tokens: Most tokens of an answer; None for as many as there is room for.
-        room: Tokens that the window leaves beside the prompt; more are cut.
-        vocab_size: Number of tokens.
-        logprobs: Alternatives of the answer's tokens.
-        prompt_logprobs: Alternatives of the prompt's tokens.
+        body: The request.
+        max_tokens: Maximum number of tokens of an answer; None for `room`.
+        room: Number of tokens that the window leaves after the prompt; a cap on `max_tokens`.
+        vocab_size: Number of tokens of the vocabulary.
+        logprobs: Number of alternatives for the tokens of the answer.
+        prompt_logprobs: Number of alternatives for the tokens of the prompt.
 
     Raises:
         ApiError: A field is out of its range.

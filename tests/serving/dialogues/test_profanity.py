@@ -124,7 +124,7 @@ def test_the_file(tmp_path: Path) -> None:
         (b"\n \n", "is empty"),
         (b"[]", "is empty"),
         (b"\xff\xfe", "in UTF-8"),
-        (b'["a", 1]', "something that is no text"),
+        (b'["a", 1]', "an item that is not a text"),
         (b'["a"', "a JSON list"),
     ],
 )
