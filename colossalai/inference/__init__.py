@@ -1,6 +1,6 @@
-"""Inference: answers of a language model to requests, many at once, on the ranks that trained it.
+"""Inference: batched generation of a language model, on the ranks that trained it.
 
-For users: `LLM` and `SamplingParams`. For the package: `Service` and what goes through it.
+For users: `LLM` and `SamplingParams`. For the package: `Service`, with its requests and deltas.
 """
 
 from colossalai.inference._build import check_ranks as check_ranks

@@ -1,4 +1,4 @@
-"""A rank of an engine whose ranks are processes of their own: what `RemoteEngine` starts."""
+"""Entry point of a rank of `RemoteEngine`, in a process of its own."""
 
 import json
 import socket
@@ -18,7 +18,7 @@ from colossalai.launcher import refuse
 
 
 def main(text: str) -> None:
-    """Load this rank's part of a model; serve the process that has started the ranks."""
+    """Load this rank's part of a model, and serve the process that started the ranks."""
     told = json.loads(text)
     parallel = {"pipeline": {"size": told["pp"]}, "tensor": {"size": told["tp"], "mode": "1d"}}
     launch_from_torch({"parallel": parallel}, backend="auto", verbose=False)
@@ -40,7 +40,7 @@ def main(text: str) -> None:
     thread.start()
     with socket.socket(socket.AF_UNIX) as connection:
         connection.connect(told["address"])
-        # Who waits for lines there has to see the end of an engine that has failed.
+        # After a failure of the engine the other process must see the end of the connection.
         service.on_end(partial(_hang_up, connection))
         serve_connection(service, connection)
     service.stop("nobody asks any more")

@@ -1,4 +1,4 @@
-"""Answers that are being made: what is drawn next for them, and whether what was drawn ends them."""
+"""Open answers: the draws of their next tokens, and the conditions that end them."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,22 +13,22 @@ from colossalai.inference.scheduling import RunningSequence
 
 @dataclass
 class OpenRequest:
-    """A request that is under way.
+    """A request in flight.
 
     Attributes:
-        request: What is asked for.
-        listener: Who hears of it.
-        seed: That of its draws.
-        arrived: When it came, in seconds of a steady clock.
-        max_tokens: Most tokens of an answer: what it asks for, and what the window allows.
+        request: The request.
+        listener: Listener of its deltas.
+        seed: Seed of its draws.
+        arrived: Time of arrival, in seconds of a steady clock.
+        max_tokens: Maximum number of tokens of an answer: the request's own limit within the window.
         end_tokens: Tokens that end its answers.
-        answers: Its answers so far; those that are drawn from the prompt's end are not there before.
-        prompt_logprobs: Those of its prompt so far, by position; None where they are not asked for.
-        has_told_scores: Whether its listener has heard of these.
+        answers: Its answers so far; answers 1 to n - 1 are added when the prompt has been read.
+        prompt_logprobs: Log-probabilities of its prompt so far, by position; None if not requested.
+        has_told_scores: Whether its listener has received them.
         has_begun: Whether a part of its prompt has been read.
-        failure: What keeps its next token from being drawn, as a grammar that failed; None if nothing does.
-        num_read: Tokens of its prompt that have been read or were known; those read again are not more.
-        number: Of its arrival.
+        failure: Error that prevents the next draw, such as one of a grammar.
+        num_read: Tokens of its prompt that were read or cached, each counted once.
+        number: Number of its arrival.
     """
 
     request: Request
@@ -47,7 +47,7 @@ class OpenRequest:
 
     @property
     def has_answered(self) -> bool:
-        """Whether its listener has heard of a token, or of an end."""
+        """Whether its listener has received a token or an end."""
         return any(
             answer.finish_reason or len(answer.sequence.tokens) > answer.sequence.num_prompt
             for answer in self.answers
@@ -61,24 +61,23 @@ class OpenRequest:
         )
 
     def scores(self) -> tuple[TokenLogprobs, ...] | None:
-        """Return the log-probabilities of the prompt, in order; None where they are not asked for."""
+        """Return the log-probabilities of the prompt in order; None if not requested."""
         if self.prompt_logprobs is None:
             return None
         return tuple(found for _, found in sorted(self.prompt_logprobs.items()))
 
 
 class OpenAnswer:
-    """One answer.
+    """One answer of a request.
 
     Args:
         of: The request.
         sequence: Its tokens and blocks.
-        text: Its text as it grows; None where only tokens are exchanged.
-        matcher: The language that it is in; None for any.
+        text: Its detokenized text; None if only tokens are exchanged.
+        matcher: Grammar of the answer; None for any text.
 
     Attributes:
-        finish_reason: Why it has ended; None while it goes on.
-        num_told: Tokens of it that its listener has heard of.
+        finish_reason: Reason of its end; None while it is open.
     """
 
     def __init__(
@@ -97,12 +96,12 @@ class OpenAnswer:
 
     @property
     def room_for_draft(self) -> int:
-        """How many tokens may be guessed: the answer takes them and one more; none before its first token."""
+        """Maximum length of a draft: one less than the tokens left; 0 before the first token."""
         num_answered = len(self.sequence.tokens) - self.sequence.num_prompt
         return self.of.max_tokens - num_answered - 1 if num_answered else 0
 
     def allowed(self, drafted: Sequence[int]) -> Sequence[int]:
-        """Return a draft up to where the answer must end, or leave its language."""
+        """Truncate a draft where the answer would end or violate its grammar."""
         num_allowed = 0
         for token in drafted:
             if token in self.of.end_tokens or (self.matcher and not self.matcher.accept(token)):
@@ -113,7 +112,7 @@ class OpenAnswer:
         return drafted[:num_allowed]
 
     def draws(self, drafted: Sequence[int]) -> list[Draw]:
-        """Return how its next token is drawn, and those behind each drafted token."""
+        """Return the draws of its next token and of the token after each drafted one."""
         sequence, params = self.sequence, self.of.request.params
         num_answered = len(sequence.tokens) - sequence.num_prompt
         prompt: Sequence[int] = ()
@@ -127,7 +126,7 @@ class OpenAnswer:
             mask = self.matcher.mask() if self.matcher else None
             ends = self.of.end_tokens
             if mask is not None and _allows_only(mask, ends):
-                ends = frozenset()  # the language leaves nothing else, however few tokens there are
+                ends = frozenset()  # the grammar allows only end tokens, even before `min_tokens`
             found.append(
                 draw_of(
                     params,
@@ -143,18 +142,18 @@ class OpenAnswer:
         return found
 
     def draws_of_twin(self, index: int) -> list[Draw]:
-        """Return how the first token of another answer to the same prompt is drawn."""
+        """Return the draw of the first token of another answer to the same prompt."""
         first = self.draws(())[0]
         return [replace(first, uniform=uniform_of(self.of.seed, index, 0))]
 
     def take(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs | None]) -> Delta:
-        """Take tokens that were drawn, the last ones of the sequence, and say what they add.
+        """Process drawn tokens, the last ones of the sequence, and return their delta.
 
-        Where an end is among them those behind it are forgotten.
+        Tokens after an end are dropped.
 
         Args:
             token_ids: The tokens.
-            logprobs: Their log-probabilities, None for each where they are not asked for.
+            logprobs: Their log-probabilities, each None if not requested.
         """
         sequence, request = self.sequence, self.of.request
         kept: list[int] = []
@@ -186,18 +185,18 @@ class OpenAnswer:
         )
 
     def end(self, reason: FinishReason) -> Delta:
-        """End it as it is."""
+        """End the answer with the given reason."""
         self.finish_reason = reason
         text = self.text.finish() if self.text else ""
         request_id = self.of.request.request_id
         return Delta(request_id=request_id, index=self.sequence.index, text=text, finish_reason=reason)
 
     def _end_at(self, token: int, length: int) -> tuple[FinishReason | None, str | int | None]:
-        """Return why the answer ends with a token, and with which stop.
+        """Return the reason and the stop that end the answer at a token, (None, None) for neither.
 
         Args:
             token: Its last token.
-            length: Tokens of prompt and answer, this one included.
+            length: Number of tokens of the prompt and the answer, this one included.
         """
         if self.matcher is not None and token not in self.of.end_tokens:
             self.matcher.accept(token)
@@ -214,6 +213,6 @@ class OpenAnswer:
 
 
 def _allows_only(mask: np.ndarray, token_ids: Collection[int]) -> bool:
-    """Return whether no other tokens have a bit in a mask; see `StructureMatcher.mask`."""
+    """Return whether a mask allows no other tokens; see `StructureMatcher.mask`."""
     bits = np.unpackbits(mask.view(np.uint8), bitorder="little")
     return int(bits.sum()) == sum(int(bits[token]) for token in token_ids if token < len(bits))

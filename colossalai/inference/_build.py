@@ -1,4 +1,4 @@
-"""Building an engine: a model from a folder or from memory, cut over ranks, checked, its cache beside it."""
+"""Construction of an engine: the model loaded, sharded over ranks and checked, and its cache allocated."""
 
 import os
 from collections.abc import Callable
@@ -50,9 +50,9 @@ def build_engine(
 
     Args:
         model: A causal language model of transformers, or this rank's part of one.
-        tokenizer: Its tokenizer; None where only tokens are exchanged.
-        options: How it is set up.
-        link: To the other ranks; None for none.
+        tokenizer: Its tokenizer; None if only tokens are exchanged.
+        options: Options of the engine.
+        link: Link to the other ranks; None for a single rank.
 
     Raises:
         ValueError: `model` cannot be served, or `options` leave no room for one request.
@@ -83,13 +83,13 @@ def build_engine(
 def engine_of_ranks(
     model: ModelSource, options: EngineOptions, *, mesh: Mesh | None, tokenizer: Any = None
 ) -> InferenceEngine | None:
-    """Return an engine on rank 0 for a model that all ranks load their parts of.
+    """Return an engine on rank 0, for a model whose parts are loaded by all ranks.
 
-    On another rank run its steps instead, until that engine is closed, and return None.
+    The other ranks run its steps until the engine is closed, and return None.
 
     Args:
-        model: What is to be served.
-        options: How.
+        model: The model to serve.
+        options: Options of the engine.
         mesh: The ranks, as (pp, tp); None for this process alone.
         tokenizer: The tokenizer, on rank 0.
     """
@@ -104,17 +104,17 @@ def engine_of_ranks(
 
 
 def serve_rank(model: nn.Module, options: EngineOptions, *, link: StepLink) -> None:
-    """Run the steps of an engine on a rank that is not the first, until that one ends; see `build_engine`."""
+    """Run the steps of an engine on a rank other than rank 0, until it is closed; see `build_engine`."""
     build_worker(model, options, link=link)()
 
 
 def build_worker(model: nn.Module, options: EngineOptions, *, link: StepLink) -> Callable[[], None]:
-    """Return what runs the steps of an engine on a rank that is not the first; see `build_engine`.
+    """Return a function that runs the steps of an engine on a rank other than rank 0; see `build_engine`.
 
-    A call returns when the first rank pauses the engine or ends it.
+    A call returns when rank 0 pauses or closes the engine.
     """
     _check_vocabulary(options, _vocab_size(model), None)
-    _draft_model(options)  # files are read by all ranks together; it runs on the first one only
+    _draft_model(options)  # loading is collective; the draft model runs on rank 0 only
     runner, weights, _ = _make_runner(model, options, link)
     return partial(work, runner, link, weights)
 
@@ -127,19 +127,19 @@ def check_ranks(
     tp: int,
     pp: int,
 ) -> None:
-    """Refuse what ranks would refuse, as far as it is known before there are any; nothing gets memory.
+    """Check a model and its options before ranks are started, as far as possible; allocates no memory.
 
     Args:
-        model: What is to be served.
-        options: How.
-        tokenizer: Folder of the tokenizer; None for that of the model.
-        tp: Ranks that share each layer.
-        pp: Stages that share the layers.
+        model: The model to serve.
+        options: Options of the engine.
+        tokenizer: Folder of the tokenizer. Default: the model's own.
+        tp: Number of tensor parallel ranks.
+        pp: Number of pipeline stages.
 
     Raises:
-        ValueError: `model` is nothing that can be served or has no values, `tokenizer` none, `options` go
-            beyond the window of the model, have adapters that do not fit or name a small model with other
-            tokens, or `tp` or `pp` ranks cannot share it.
+        ValueError: `model` cannot be served or has no values, `tokenizer` is invalid, `options` exceed the
+            window of the model, have adapters that do not fit or a draft model with another vocabulary, or
+            `tp` or `pp` ranks cannot share the model.
     """
     resolved = resolve_model(model)
     checkpoint_of(resolved, options)
@@ -155,7 +155,7 @@ def check_ranks(
 
 
 def _check_vocabulary(options: EngineOptions, vocab_size: int, tokenizer: Any) -> None:
-    """Refuse a small model that makes drafts in other tokens than those of the model that is served."""
+    """Reject a draft model with another vocabulary than the served model."""
     way = _way_with_model(options)
     if way is None:
         return
@@ -168,8 +168,8 @@ def _check_vocabulary(options: EngineOptions, vocab_size: int, tokenizer: Any) -
     own = None if tokenizer is None else load_tokenizer(way.maker, None)
     if own is not None and own.get_vocab() != tokenizer.get_vocab():
         raise ValueError(
-            f"speculate={options.speculate!r}: the tokenizer of {resolved.name} has other tokens than that "
-            "of the model that is served; drafts come from a model with the same ones"
+            f"speculate={options.speculate!r}: the tokenizer of {resolved.name} has other tokens than the "
+            "model that is served; drafts come from a model with the same ones"
         )
 
 
@@ -179,17 +179,17 @@ def _way_with_model(options: EngineOptions) -> SpeculationWay | None:
 
 
 def _draft_model(options: EngineOptions) -> nn.Module | None:
-    """Return the small model that makes drafts, whole; None where there is none; collective."""
+    """Return the draft model, unsharded; None without one. Collective over the ranks."""
     way = _way_with_model(options)
     return None if way is None else load_model(way.maker, replace(options, checkpoint=None, quantize=None))
 
 
 def _draft_runner(options: EngineOptions) -> Runner | None:
-    """Return the small model, checked, without a cache; None where there is none."""
+    """Return a checked runner of the draft model without a cache; None without a draft model."""
     model = _draft_model(options)
     if model is None:
         return None
-    # Its rounding changes drafts, not texts.
+    # Quantization of the draft model would affect drafts only, not answers.
     settings = replace(options, quantize=None, max_length=None, is_batch_invariant=False, is_owned=True)
     return _checked_runner(model, settings, None)[0]
 
@@ -213,13 +213,13 @@ def _speculator(options: EngineOptions, draft: Runner | None, num_blocks: int) -
 def _make_runner(
     model: nn.Module, options: EngineOptions, link: StepLink | None, *, bytes_beside: int = 0
 ) -> tuple[Runner, ServedWeights, int]:
-    """Return this rank's runner, checked, with its cache; its values; the number of blocks of all ranks.
+    """Return this rank's checked runner with its cache, its weights, and the number of blocks on all ranks.
 
     Args:
         model: The model, or this rank's part of it.
-        options: How it is set up.
-        link: To the other ranks.
-        bytes_beside: What is kept for a block by somebody else.
+        options: Options of the engine.
+        link: Link to the other ranks.
+        bytes_beside: Memory of the draft model's cache for each block.
     """
     runner, weights = _checked_runner(model, options, link)
     bytes_per_block = runner.bytes_per_block + bytes_beside
@@ -238,7 +238,7 @@ def _make_runner(
 def _checked_runner(
     model: nn.Module, options: EngineOptions, link: StepLink | None
 ) -> tuple[Runner, ServedWeights]:
-    """Return this rank's runner, without a cache, whose model has shown that it can be served; its values."""
+    """Return this rank's runner without a cache, after a check of its model, and its weights."""
     device = next(model.parameters()).device
     runner = Runner(
         model, block_size=options.block_size, device=device, is_batch_invariant=options.is_batch_invariant
@@ -267,16 +267,16 @@ def _checked_runner(
             parts = None if is_replaced else product_parts(layer)
             if parts is not None:
                 runner.pages.replace_in_calls(layer, AdaptedForward(layer, parts, delta))
-    if options.kv_dtype == "int8":  # what was checked are the parts, which small errors tell from others
+    if options.kv_dtype == "int8":  # after the check, which needs exact keys and values
         runner.keep_bytes()
     return runner, weights
 
 
 def _keep_row_tables(runner: Runner, options: EngineOptions, link: StepLink | None) -> None:
-    """Keep row tables of the products of a model where the options say so; see `keep_row_tables`.
+    """Build row tables for the products of a model according to the options; see `keep_row_tables`.
 
     Raises:
-        ValueError: `options` ask for them, and the model is not owned, or no product of it can have one.
+        ValueError: `options` require them, but the model is not owned, or no product supports one.
     """
     if not options.is_owned:
         if options.has_row_tables:
@@ -300,14 +300,14 @@ def _vocab_size(model: nn.Module) -> int:
 
 
 def longest_of(config: Any, wanted: int | None) -> int:
-    """Return the most tokens of a prompt and its answer.
+    """Return the maximum number of tokens of a prompt and its answer.
 
-    The window of a model whose angles change for all positions once a sequence is longer than some length
-    (longrope) ends there: sequences of both kinds in one step would get the same angles.
+    Models with longrope change the angles of all positions once a sequence exceeds some length. Their window
+    ends there, because all sequences of a step share one set of angles.
 
     Args:
-        config: Of the model.
-        wanted: What is asked for; None for the window of the model.
+        config: Config of the model.
+        wanted: Requested length; None for the window of the model.
 
     Raises:
         ValueError: `wanted` is more than the window.
@@ -324,7 +324,7 @@ def longest_of(config: Any, wanted: int | None) -> int:
 
 
 def _eos_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
-    """Return the tokens that end an answer: those of the generation config, else of the config."""
+    """Return the end tokens of the generation config, else of the config, else of the tokenizer."""
     found: set[int] = set()
     for holder in (getattr(model, "generation_config", None), model.config, tokenizer):
         named = getattr(holder, "eos_token_id", None)
@@ -336,7 +336,7 @@ def _eos_tokens(model: nn.Module, tokenizer: Any) -> frozenset[int]:
 def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions, *, free: int) -> int:
     per_request = -(-longest_of(runner.model.config, options.max_length) // options.block_size)
     memory = options.kv_memory * free if options.kv_memory <= 1 else options.kv_memory
-    # More than every answer at full length could use is of no use but to prefixes.
+    # Blocks beyond all answers at full length serve prefixes only.
     num_blocks = min(int(memory // bytes_per_block), 2 * options.max_running * per_request)
     size = num_blocks * bytes_per_block
     if size > free:
@@ -348,7 +348,7 @@ def _num_blocks(runner: Runner, bytes_per_block: int, options: EngineOptions, *,
 
 
 def _free_memory(device: torch.device, link: StepLink | None) -> int:
-    """Return the free bytes that this rank can take: ranks on CPUs share the memory of their machine."""
+    """Return the free memory of this rank in bytes; ranks on CPUs share the memory of their machine."""
     if device.type == "cpu":
         return int(psutil.virtual_memory().available) // (1 if link is None else link.num_ranks)
     free, _ = torch.accelerator.get_memory_info(device)

@@ -1,7 +1,7 @@
-"""Engine on ranks of the running job: each holds a part of the model and has prompts of its own.
+"""Engine on the ranks of the running job: each has a part of the model and its own prompts.
 
-Prompts are gathered on the first of these ranks, which schedules them. The others run its steps until all
-answers are there, and receive theirs. Between two calls no rank waits for another one: the job may train.
+The first of these ranks gathers and schedules the prompts. The others run its steps until all answers are
+complete, and receive theirs. No rank waits between two calls, so the job can train.
 """
 
 from collections.abc import Sequence
@@ -32,13 +32,13 @@ from colossalai.inference._request import (
 
 
 class CollectiveEngine:
-    """An engine on ranks of the running job; every method is collective over them.
+    """An engine on the ranks of the running job; every method is collective over them.
 
     Args:
         part: This rank's part of the model; see `empty_part`.
         tokenizer: The tokenizer of the model.
-        options: How the engine is set up.
-        mesh: The ranks: those along the axes `pp` and `tp` share an engine.
+        options: Options of the engine.
+        mesh: The ranks; those along the axes `pp` and `tp` share an engine.
 
     Raises:
         ValueError: `part` cannot be served, or `options` leave no room for one request.
@@ -58,18 +58,18 @@ class CollectiveEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[tuple[Completion, ...]]:
-        """Return the answers to the prompts of this rank, which may be none.
+        """Return the answers to the prompts of this rank.
 
         Args:
-            prompts: Tokens.
-            params: How each is answered.
+            prompts: Prompts as tokens; may be empty.
+            params: Sampling parameters of each prompt.
 
         Raises:
-            RequestRefused: A prompt of some rank can never be answered; on all ranks.
-            RequestFailed: The model computes a NaN for a prompt of some rank; on all ranks.
-            EngineStopped: The engine has failed on the first rank, in this call or before; on all ranks.
+            RequestRefused: A prompt of some rank cannot be served; raised on all ranks.
+            RequestFailed: The model computes a NaN for a prompt of some rank; raised on all ranks.
+            EngineStopped: The engine on the first rank has failed, now or earlier; raised on all ranks.
         """
-        # Collectives in one order on all ranks: prompts to the first, steps until it pauses, answers back.
+        # Same collectives on all ranks: gather prompts, run steps until rank 0 pauses, broadcast answers.
         own = [[[int(token) for token in prompt] for prompt in prompts], [asdict(each) for each in params]]
         of_ranks = gather_values(own, self._ranks.group)
         told: Any = None
@@ -88,7 +88,7 @@ class CollectiveEngine:
         ]
 
     def weights_changed(self) -> None:
-        """Forget what was computed with earlier values of the parts."""
+        """Drop cached results of earlier values of the parts."""
         if self._engine is not None:
             self._engine.weights_changed()
 
@@ -112,13 +112,13 @@ class CollectiveEngine:
             ]
             outputs = answer_all(engine, collectors)
             return {"answers": [[asdict(each) for each in output.outputs] for output in outputs]}
-        except (RequestFailed, RequestRefused) as error:  # the other ranks wait for it
+        except (RequestFailed, RequestRefused) as error:  # reported to the ranks that wait for the broadcast
             return {"error": [type(error).__name__, str(error)]}
-        except Exception as error:  # other ranks may have sent what was not received
+        except Exception as error:  # messages of other ranks may be left unreceived
             self._failure = self._failure or f"the engine has failed: {type(error).__name__}: {error}"
             return {"error": [EngineStopped.__name__, self._failure]}
         finally:
-            while engine.has_work:  # steps of stages whose answers have ended
+            while engine.has_work:  # steps in flight of answers that have ended
                 engine.step()
             engine.executor.pause()
 

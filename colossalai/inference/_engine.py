@@ -1,8 +1,8 @@
-"""The engine: requests in, steps of a model, what each step adds to each answer out.
+"""Inference engine: requests enter, the model runs steps, and each step yields deltas of answers.
 
-One thread calls it. At each step requests join and leave, those who are answered get a token each, and
-prompts are read in chunks beside them. A request ends in one of four ways: finished, aborted, refused at the
-door, or failed, alone or with the engine.
+One thread calls it. Requests join and leave at every step: running answers get one token each, and prompts
+are read in chunks in the same step. A request ends in one of four ways: finished, aborted, refused at
+submission, or failed, alone or together with the engine.
 """
 
 import math
@@ -59,7 +59,7 @@ _NOT_DRAWN = {
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A step that has been submitted, and when."""
+    """A submitted step, and its time of submission."""
 
     planned: PlannedStep
     began: float
@@ -71,15 +71,15 @@ class _UnderWay:
 
 
 class InferenceEngine:
-    """Answers requests.
+    """Continuous batching engine of one model.
 
     Args:
-        executor: Where steps are computed.
-        scheduler: What they compute.
-        limits: What requests may ask for.
-        tokenizer: Makes texts of tokens; None where only tokens are exchanged.
-        clock: Seconds that only grow.
-        speculator: Guesses tokens; None for no guesses.
+        executor: Executor of the steps.
+        scheduler: Scheduler of the steps.
+        limits: Limits of requests.
+        tokenizer: Detokenizer of answers; None if only tokens are exchanged.
+        clock: Monotonic clock in seconds.
+        speculator: Source of drafts; None to disable speculation.
     """
 
     def __init__(
@@ -108,58 +108,59 @@ class InferenceEngine:
         self._number_of = {name: number for number, name in enumerate(limits.adapters, 1)}
         self._pace = PromptPace()
         self._speculator = speculator
-        self._collected = 0.0  # when the last step was
+        self._collected = 0.0  # time of the last collected step
         self._num_arrived = 0
         self._weights_version = 0
-        self._torn: str | None = None  # what is wrong with weights that are partly new
+        self._torn: str | None = None  # error message after a partial update of the weights
         self._weights_stamp = executor.weights_stamp()
         self._totals = dict.fromkeys(_COUNTED, 0)
 
     @property
     def has_work(self) -> bool:
-        """Whether a request is under way."""
+        """Whether a request is in flight."""
         return bool(self._open or self._under_way)
 
     @property
     def _has_readers(self) -> bool:
-        """Whether somebody reads an answer while it is made, and so would see prompts hold it up."""
+        """Whether a streamed answer is running, which long prompts would delay."""
         return any(sequence.request.is_streamed for sequence in self.scheduler.running)
 
     @property
     def _prompt_tokens(self) -> int | None:
-        """Most tokens of prompts in a step that also answers; None where nobody reads.
+        """Maximum number of prompt tokens in a step that also answers; None without streamed answers.
 
-        One prompt holds up those who read by a step at most. Where several are to be read each has that much:
-        in a steady state they would else wait for seats that are free, while half of a batch is computed.
+        A prompt delays streamed answers by one step at most. Each prompt to read adds the same amount;
+        otherwise, in a steady state, prompts would wait for free seats while only half of a batch is
+        computed.
         """
         pace = self._pace.prompt_tokens
         return pace * max(self.scheduler.num_to_read, 1) if pace is not None and self._has_readers else None
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be answered; from any thread.
+        """Check that a request can be served; safe in any thread.
 
         Raises:
-            RequestRefused: `request` is too long for the window or the pool, names tokens or an adapter that
-                are not there, or asks for a text where there is no tokenizer.
+            RequestRefused: `request` is too long for the window or the pool, has unknown tokens or an unknown
+                adapter, or needs a text and the engine has no tokenizer.
         """
         refuse_unanswerable(request, self.limits, self.scheduler, has_tokenizer=self.tokenizer is not None)
         if request.params.structure is not None and self._structures is not None:
             self._structures.compile(request.params.structure)
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; its listener hears of it in the calls of `step`.
+        """Queue a request; calls of `step` pass its deltas to the listener.
 
         Raises:
-            RequestRefused: `request` can never be answered.
-            QueueFull: So many wait as may wait.
-            RequestFailed: An update of weights has failed on the way, and none has succeeded since.
-            ValueError: A request of that name is under way.
+            RequestRefused: `request` cannot be served.
+            QueueFull: The queue is full.
+            RequestFailed: An update of weights has failed midway, and none has succeeded since.
+            ValueError: `request.request_id` is in use.
         """
         if self._torn is not None:
             raise RequestFailed(self._torn)
         self.check(request)
         if request.request_id in self._open:
-            raise ValueError(f"a request {request.request_id!r} is under way; each needs a name of its own")
+            raise ValueError(f"a request {request.request_id!r} is in flight; each needs a name of its own")
         if self.limits.max_queue is not None and len(self.scheduler.waiting) >= self.limits.max_queue:
             raise QueueFull(f"{len(self.scheduler.waiting)} requests wait, as many as may; try again later")
         params = request.params
@@ -180,7 +181,7 @@ class InferenceEngine:
         self._open[request.request_id] = opened
 
     def abort(self, request_id: str, reason: FinishReason = "abort") -> None:
-        """End a request as it is; nothing happens if it has ended."""
+        """End a request with its answers so far; does nothing if it has ended."""
         opened = self._open.pop(request_id, None)
         if opened is None:
             return
@@ -192,10 +193,10 @@ class InferenceEngine:
             opened.listener(Delta(request_id=request_id, index=index, finish_reason=reason))
 
     def fail(self, error: BaseException) -> None:
-        """End all requests with an error; steps under way are forgotten, and no block is held any more."""
+        """End all requests with an error; drops steps in flight and frees all blocks."""
         self._under_way.clear()
         self.executor.discard()
-        # A step that was begun may not have filled the blocks that it has made known.
+        # An incomplete step may not have filled the blocks that are registered in the prefix cache.
         self.scheduler.pool.forget_all()
         for opened in list(self._open.values()):
             self._fail_one(opened, error)
@@ -206,18 +207,18 @@ class InferenceEngine:
             return
         for answer in opened.answers:
             if answer.sequence in self._answer_of:
-                # Nobody is to find the blocks in which a NaN may be.
+                # Blocks that may contain a NaN must not stay in the prefix cache.
                 self.scheduler.pool.forget(answer.sequence.blocks)
                 self._drop(answer)
         opened.listener(error)
 
     def step(self) -> bool:
-        """Do one step, or with several under way at a time collect the oldest.
+        """Run one step, or collect the oldest of several in flight.
 
-        An error within ends all requests with it: what the step was to compute is not there. Ctrl-C is one.
+        An exception, Ctrl-C included, ends all requests with it: the results of the step are lost.
 
         Returns:
-            Whether anything was done.
+            True if a step was run.
         """
         try:
             return self._step()
@@ -250,7 +251,7 @@ class InferenceEngine:
         self._apply(under_way, result)
 
     def stats(self) -> EngineStats:
-        """Return the state now."""
+        """Return the current state."""
         pool = self.scheduler.pool
         free = pool.num_available - pool.num_cached
         return EngineStats(
@@ -265,23 +266,23 @@ class InferenceEngine:
         )
 
     def weights_changed(self) -> None:
-        """Let no prompt find blocks that were computed with other weights; what runs goes on."""
+        """Invalidate cached prefixes of older weights; running requests continue."""
         self._weights_version += 1
         self.scheduler.pool.forget_all()
         for sequence in self.scheduler.waiting:
             sequence.begin_again(root_key(self._weights_version, sequence.request.adapter))
 
     def hold(self) -> None:
-        """Let no request begin before the next update of weights, or `release`."""
+        """Admit no request before the next update of weights, or `release`."""
         self.scheduler.is_holding = True
 
     def release(self) -> None:
-        """Let requests begin again."""
+        """Admit requests again."""
         self.scheduler.is_holding = False
 
     @property
     def has_begun(self) -> bool:
-        """Whether a request that has begun has not ended."""
+        """Whether a request has begun and not ended."""
         return bool(self._under_way) or self.scheduler.has_begun
 
     def update_weights(self, source: WeightSource, *, in_flight: str = "finish") -> None:
@@ -290,15 +291,15 @@ class InferenceEngine:
         Args:
             source: A file or folder as for `checkpoint`; in memory a model of the same class, or tensors by
                 name, where the engine has one rank.
-            in_flight: What becomes of requests that have begun. "finish": they end before it, with the old
-                values; none begins meanwhile. "restart": they begin again with the new ones. Those that are
-                streamed keep what was sent, and go on behind it.
+            in_flight: Treatment of requests that have begun. "finish": they finish first, with the old
+                values, and no request begins meanwhile. "restart": they start over with the new values;
+                streamed requests keep the tokens already sent and continue after them.
 
         Raises:
-            ValueError: `source` has other names or shapes than the model, all of which are said, or
+            ValueError: `source` has other names or shapes than the model (the message lists all), or
                 `in_flight` is neither of these. Nothing has changed.
             OSError: `source` cannot be read. Nothing has changed.
-            RequestFailed: `source` could not be read to its end, and the model has some values of it. All
+            RequestFailed: `source` could not be read to its end, and the model has some of its values. All
                 requests fail until an update succeeds.
         """
         if in_flight not in ("finish", "restart"):
@@ -307,7 +308,7 @@ class InferenceEngine:
             self.hold()
             while in_flight == "finish" and self.has_begun:
                 self.step()
-            while self._under_way:
+            while self._under_way:  # steps in flight use the old values: collect them first
                 self._collect()
             self.executor.update_weights(source)
         except BaseException as error:
@@ -325,7 +326,7 @@ class InferenceEngine:
         self._start_over() if in_flight == "restart" else self.weights_changed()
 
     def _start_over(self) -> None:
-        """Begin requests again: those that nobody has read anything of from their prompts."""
+        """Restart requests from their prompts, unless tokens have been streamed."""
         self.begin_again()
         for opened in list(self._open.values()):
             if opened.prompt_logprobs is not None and not opened.has_told_scores:
@@ -342,9 +343,9 @@ class InferenceEngine:
             opened.listener(Delta(request_id=opened.request.request_id, index=0, is_restart=True))
 
     def begin_again(self) -> None:
-        """Compute all that runs again from its first token, with the weights as they are now.
+        """Recompute all running sequences from their first token with the current weights.
 
-        Texts go on from where they are. No step is under way.
+        Texts continue where they are. No step may be in flight.
         """
         assert not self._under_way, "steps are under way"
         names = {opened.request.adapter for opened in self._open.values()}
@@ -354,7 +355,7 @@ class InferenceEngine:
         self.scheduler.begin_again(roots)
 
     def _draft(self) -> None:
-        """Have tokens guessed for those whose next token is due."""
+        """Draft tokens for sequences whose next token is due."""
         if self._speculator is None or self.scheduler.reads_prompt:
             return
         due = self.scheduler.due()
@@ -366,13 +367,13 @@ class InferenceEngine:
     def _note_pace(self, under_way: _UnderWay) -> None:
         now = self._clock()
         self._pace.note(under_way.step, now - under_way.began)
-        # Where several steps are under way, one after the other ends: a step takes the time between two ends.
+        # Several steps in flight end one after another: a step takes the time between two ends.
         seconds, self._collected = now - max(under_way.began, self._collected), now
         if self._speculator is not None and under_way.step.reads_no_prompt:
             self._speculator.note_step(under_way.step.num_tokens, seconds)
 
     def _begin(self, opened: OpenRequest) -> None:
-        """Queue the sequence that is to read the prompt of a request."""
+        """Queue the sequence that reads the prompt of a request."""
         request = opened.request
         sequence = RunningSequence(
             request,
@@ -396,7 +397,7 @@ class InferenceEngine:
             under_way.step.chunks, under_way.planned.num_draws, under_way.planned.scored, strict=True
         ):
             answer = self._answer_of.get(chunk.sequence)
-            if answer is not None:  # else it has ended meanwhile
+            if answer is not None:  # None: it has ended meanwhile
                 self._count_prompt(chunk)
                 is_sound = self._score(answer, positions, result, scored_row)
                 if not is_sound:
@@ -407,7 +408,7 @@ class InferenceEngine:
             scored_row += len(positions)
 
     def _score(self, answer: OpenAnswer, positions: Sequence[int], result: StepResult, first: int) -> bool:
-        """Note the log-probabilities of tokens of a prompt; return whether they are numbers."""
+        """Store the log-probabilities of prompt tokens; return whether they are numbers."""
         for row, position in enumerate(positions, first):
             found = result.scored.logprobs_at(row)
             assert answer.of.prompt_logprobs is not None
@@ -418,7 +419,7 @@ class InferenceEngine:
         return True
 
     def _take(self, chunk: SequenceChunk, answer: OpenAnswer, result: StepResult, rows: range) -> None:
-        """Hand the tokens that were drawn for a chunk to its answers."""
+        """Append the tokens drawn for a chunk to its answers."""
         token_ids = result.drawn.token_ids[rows.start : rows.stop].tolist()
         if chunk.num_drafted:
             drafted = chunk.token_ids[len(chunk.token_ids) - chunk.num_drafted :]
@@ -437,7 +438,7 @@ class InferenceEngine:
             self._fail_one(opened, _NOT_DRAWN[failure])
             return
         grown = self.scheduler.advance(chunk, added)
-        # All are there before a listener hears of one: it may abort its request within that call.
+        # Create all answers before the first listener call, which may abort the request.
         answers = [self._answer_of.get(sequence) or self._add_answer(opened, sequence) for sequence in grown]
         row = rows.start
         for each, tokens in zip(answers, added, strict=True):
@@ -448,7 +449,7 @@ class InferenceEngine:
             row += len(tokens)
             try:
                 delta = each.end("length") if opened.max_tokens == 0 else each.take(tokens, logprobs)
-            except Exception as error:  # of a grammar or a tokenizer; other requests have others
+            except Exception as error:  # a grammar or a tokenizer failed; other requests continue
                 self._fail_one(opened, _not_followed(error))
                 return
             self._totals["generated_tokens"] += len(delta.token_ids)
@@ -461,7 +462,7 @@ class InferenceEngine:
             self._open.pop(opened.request.request_id, None)
 
     def _with_scores(self, delta: Delta, opened: OpenRequest) -> Delta:
-        """Add the log-probabilities of the prompt to the first delta of its first answer."""
+        """Add the log-probabilities of the prompt to the first delta of answer 0."""
         scores = opened.scores()
         if scores is None or opened.has_told_scores:
             return delta
@@ -472,7 +473,7 @@ class InferenceEngine:
         params = opened.request.params
         matcher = None
         if params.structure is not None:
-            assert self._structures is not None, "the door has asked for a tokenizer"
+            assert self._structures is not None, "submission requires a tokenizer for a structure"
             matcher = self._structures.compile(params.structure)
         text = None
         if self.tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Executors: where the steps of an engine are computed, in this process or on other ranks."""
+"""Executors: run the steps of an engine, in this process or on other ranks."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,15 +14,15 @@ from colossalai.inference.sampling import Drawn, Draws, draw_tokens, logprobs_of
 
 @dataclass(frozen=True)
 class StepOrder:
-    """A step, and what is drawn and scored at its end.
+    """A step with its draws and scored tokens.
 
     Attributes:
         arrays: The step.
-        draws: How tokens are drawn.
-        draw_rows: (draws,) for each the row of the logits.
-        scored_rows: (scored,) rows of the logits whose next token is known: those of a prompt.
+        draws: Parameters of the draws.
+        draw_rows: (draws,) row of the logits of each draw.
+        scored_rows: (scored,) rows of the logits whose next token is given, as in a prompt.
         scored_ids: (scored,) these tokens.
-        scored_top: (scored,) how many log-probabilities are wanted beside.
+        scored_top: (scored,) number of alternatives to report for each.
     """
 
     arrays: StepArrays
@@ -35,19 +35,19 @@ class StepOrder:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step has drawn, and what it has scored."""
+    """Drawn tokens and scored tokens of a step."""
 
     drawn: Drawn
     scored: Drawn
 
 
 class Executor(ABC):
-    """Computes steps, in the order in which they are submitted."""
+    """Abstract: runs steps in the order of submission."""
 
     @property
     @abstractmethod
     def depth(self) -> int:
-        """Number of steps that can be under way at a time."""
+        """Maximum number of steps in flight."""
 
     @abstractmethod
     def submit(self, order: StepOrder) -> None:
@@ -55,36 +55,36 @@ class Executor(ABC):
 
     @abstractmethod
     def collect(self) -> StepResult:
-        """Return the result of the oldest step that is under way; waits for it."""
+        """Wait for the oldest step in flight, and return its result."""
 
     @abstractmethod
     def discard(self) -> None:
-        """Forget steps that are under way: nobody will collect their results."""
+        """Drop the steps in flight; their results are never collected."""
 
     @abstractmethod
     def weights_stamp(self) -> int:
-        """Return a number that changes when values of the model are changed in place."""
+        """Return a number that changes with every in-place change of the model's values."""
 
     @property
     @abstractmethod
     def is_torn(self) -> bool:
-        """Whether an update of weights has failed on the way: some are new, others old."""
+        """Whether an update of weights has failed midway, with some values new and others old."""
 
     @abstractmethod
     def update_weights(self, source: WeightSource) -> None:
-        """Replace all values of the model; no step is under way. See `ServedWeights.load`."""
+        """Replace all values of the model; no step may be in flight. See `ServedWeights.load`."""
 
     @abstractmethod
     def keep_alive(self) -> None:
-        """Let other ranks know that the engine is there; no step is under way."""
+        """Send a heartbeat to the other ranks; no step may be in flight."""
 
     @abstractmethod
     def close(self) -> None:
-        """End what the executor has started."""
+        """End the other ranks."""
 
 
 class LocalExecutor(Executor):
-    """Computes in this process.
+    """Runs steps in this process.
 
     Args:
         runner: The model.
@@ -98,7 +98,7 @@ class LocalExecutor(Executor):
 
     @property
     def depth(self) -> int:
-        """One: a step is computed when it is submitted."""
+        """1: a step is computed at its submission."""
         return 1
 
     def submit(self, order: StepOrder) -> None:
@@ -110,11 +110,11 @@ class LocalExecutor(Executor):
         return self._results.popleft()
 
     def discard(self) -> None:
-        """Forget a result that nobody has collected."""
+        """Drop uncollected results."""
         self._results.clear()
 
     def weights_stamp(self) -> int:
-        """Return that of the model."""
+        """Return the stamp of the model."""
         return self.runner.weights_stamp()
 
     @property
@@ -127,10 +127,10 @@ class LocalExecutor(Executor):
         self._weights.load(source)
 
     def keep_alive(self) -> None:
-        """Do nothing: there is nobody else."""
+        """Do nothing: there are no other ranks."""
 
     def close(self) -> None:
-        """Do nothing: there is nothing else."""
+        """Do nothing: there are no other ranks."""
 
 
 @torch.inference_mode()
@@ -139,7 +139,7 @@ def finish_step(logits: torch.Tensor, order: StepOrder) -> StepResult:
 
     Args:
         logits: (rows, vocabulary) of the step.
-        order: What is drawn from which rows.
+        order: Rows and parameters of the draws.
     """
     scored = logprobs_of(_pick(logits, order.scored_rows), order.scored_ids, order.scored_top)
     return StepResult(draw_tokens(_pick(logits, order.draw_rows), order.draws), scored)

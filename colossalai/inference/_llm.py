@@ -29,22 +29,22 @@ Prompt = str | Sequence[int]
 
 
 class LLM:
-    """A language model that answers prompts, many at a time.
+    """A language model with batched generation.
 
     Args:
-        model: A folder of `save_pretrained`; a name or function of `colossalai.inference.models`; or a
-            causal language model in memory, of transformers or a `GPT` of this package, which goes on
-            belonging to its owner: it may be trained, or run `generate`, between two calls.
-        tokenizer: That of the model, or its folder; None for the one in the model's folder. Without any,
-            prompts are tokens.
-        tp_size: Number of ranks that share each layer; they are processes of their own.
-        pp_size: Number of stages that share the layers; so are these.
-        options: Further settings, by the names of `EngineOptions`; with `adapters={"sql": "path/to/folder"}`
-            adapters of peft's, which prompts can ask for by name.
+        model: A `save_pretrained` folder; a name or function of `colossalai.inference.models`; or a causal
+            language model in memory, of transformers or a `GPT` of this package. A model in memory still
+            belongs to the caller and can be trained or run `generate` between two calls.
+        tokenizer: The tokenizer, or its folder. Default: the one in the model's folder. Without a
+            tokenizer, prompts are tokens.
+        tp_size: Number of tensor parallel ranks, in processes of their own.
+        pp_size: Number of pipeline stages, in processes of their own.
+        options: Fields of `EngineOptions`, such as `adapters={"sql": "path/to/folder"}` for peft adapters
+            that prompts can select by name.
 
     Raises:
-        ValueError: `model` is nothing that can be served, adapters do not fit it, or a setting is out of its
-            range; the message says why.
+        ValueError: `model` cannot be served, an adapter does not fit it, or a setting is out of range; the
+            message has the reason.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class LLM:
         self.tokenizer = tokenizer
         self.engine = _start_engine(model, tokenizer, settings, tp_size=tp_size, pp_size=pp_size)
         self._names = count()
-        # Threads take turns: an engine is stepped by one at a time.
+        # An engine is stepped by one thread at a time.
         self._turn = threading.RLock()
 
     def generate(
@@ -75,22 +75,21 @@ class LLM:
         adapter: str | Sequence[str | None] | None = None,
         shows_progress: bool = False,
     ) -> list[RequestOutput]:
-        """Answer prompts. Of several threads that call it one after the other is answered.
+        """Generate answers to prompts. Concurrent calls of several threads run one after another.
 
         Args:
-            prompts: Texts, or lists of tokens; one of them or several.
-            params: How they are answered: one for all, or one for each.
-            adapter: The name of the adapter that answers, None for the model itself: one for all, or one for
-                each.
-            shows_progress: Whether to show a bar of the prompts that are answered.
+            prompts: One or several prompts, as texts or lists of tokens.
+            params: Sampling parameters: one for all prompts, or one for each.
+            adapter: Name of the adapter, None for the model itself: one for all prompts, or one for each.
+            shows_progress: Whether to show a progress bar.
 
         Returns:
             The answers, in the order of the prompts.
 
         Raises:
-            ValueError: A prompt can never be answered (`RequestRefused`), or is neither a text nor tokens; or
-                `params` or `adapter` are not as many as the prompts, or of another class. Nothing has been
-                computed then.
+            ValueError: A prompt cannot be served (`RequestRefused`), or is neither a text nor tokens; or
+                `params` or `adapter` differ in number from the prompts, or have another class. Nothing has
+                been computed.
             RequestFailed: The model computes a NaN for one of `prompts`.
         """
         given = _prompts_of(prompts)
@@ -120,34 +119,33 @@ class LLM:
         return answer_all(self.engine, collectors, shows_progress=shows_progress)
 
     def update_weights(self, source: WeightSource) -> None:
-        """Replace all values of the model, and go on without a restart.
+        """Replace all values of the model without a restart.
 
-        What was given as a model in memory is changed itself, and needs no call: a step of an optimizer is
-        noticed. Adapters stay as they are, and what is quantized is quantized anew.
+        A model in memory is updated in place by its owner and needs no call: the engine detects an optimizer
+        step. Adapters stay unchanged; quantized weights are quantized again.
 
         Args:
-            source: A file or folder of a checkpoint, as for the option `checkpoint`; a model of the same
-                class in memory, such as one that is being trained; or tensors by name, which are kept until
-                the last is there. Ranks of their own are given what is in memory through a file in the
-                folder of temporary files.
+            source: A checkpoint file or folder, as for the option `checkpoint`; a model of the same class in
+                memory, such as one in training; or a mapping of names to tensors, which are kept until the
+                last one is read. Ranks in other processes receive a source in memory through a temporary
+                file.
 
         Raises:
-            ValueError: `source` has other names or shapes than the model: all of them are said, and nothing
-                has changed.
+            ValueError: `source` has other names or shapes than the model; the message lists all. Nothing has
+                changed.
             OSError: `source` cannot be read; nothing has changed.
-            RequestFailed: `source` could not be read to its end: no prompt is answered before an update
-                succeeds.
+            RequestFailed: `source` could not be read to its end. Prompts fail until an update succeeds.
         """
         with self._turn:
             self.engine.update_weights(source)
 
     def weights_changed(self) -> None:
-        """Hear that the model in memory was changed where nothing could notice it, as through `param.data`.
+        """Mark the model in memory as changed after an undetectable change, as through `param.data`.
 
-        Nothing that was computed before is used for prompts that come from now on.
+        Later prompts use no cached results of earlier values.
 
         Raises:
-            ValueError: `model` was no model in memory: it is changed by `update_weights` only.
+            ValueError: `model` is not a model in memory; use `update_weights`.
         """
         if isinstance(self.engine, RemoteEngine):
             raise ValueError("the model is in processes of its own: change it by update_weights")
@@ -155,7 +153,7 @@ class LLM:
             self.engine.weights_changed()
 
     def close(self) -> None:
-        """End the ranks of the model; without any, nothing happens."""
+        """End the ranks of the model; does nothing without any."""
         if isinstance(self.engine, RemoteEngine):
             self.engine.close()
 
@@ -174,11 +172,11 @@ class LLM:
 
 
 class Collector:
-    """Puts together what the listener of a request hears.
+    """Listener that assembles the deltas of a request into its output.
 
     Args:
         request: The request.
-        prompt: Its prompt as text, if it was one.
+        prompt: Its prompt as text, if it was a text.
     """
 
     def __init__(self, request: Request, prompt: str | None = None) -> None:
@@ -194,7 +192,7 @@ class Collector:
         return ended or self._error is not None
 
     def hear(self, heard: Delta | BaseException) -> None:
-        """Take what a step adds, or the error that ended the request."""
+        """Append a delta, or store the error that ended the request."""
         if not isinstance(heard, Delta):
             self._error = heard
         elif heard.is_restart:
@@ -206,7 +204,7 @@ class Collector:
         """Return the answers.
 
         Raises:
-            BaseException: The request has failed: the error of the engine.
+            BaseException: The request has failed; the engine's error is raised.
         """
         if self._error is not None:
             raise self._error
@@ -231,15 +229,15 @@ class Collector:
 def answer_all(
     engine: InferenceEngine | RemoteEngine, collectors: Sequence[Collector], *, shows_progress: bool = False
 ) -> list[RequestOutput]:
-    """Return the answers to some requests; `engine` has no others.
+    """Run an engine until all requests are answered; `engine` has no others.
 
     Args:
         engine: The engine.
         collectors: One for each request.
-        shows_progress: Whether to show a bar of the requests that are answered.
+        shows_progress: Whether to show a progress bar.
 
     Raises:
-        RequestRefused: A request can never be answered; nothing has been computed.
+        RequestRefused: A request cannot be served; nothing has been computed.
         RequestFailed: The model computes a NaN for a request.
     """
     for collector in collectors:
@@ -248,7 +246,7 @@ def answer_all(
         for collector in collectors:
             engine.submit(collector.request, collector.hear)
         finished: Iterable[Collector] = _finished(engine, collectors)
-        if shows_progress:  # rich before 15 writes a line where a bar is only disabled
+        if shows_progress:  # rich before 15 prints a line even for a disabled bar
             finished = track(finished, "answers", len(collectors))
         for _ in finished:
             pass
@@ -259,7 +257,7 @@ def answer_all(
 
 
 def _finished(engine: InferenceEngine | RemoteEngine, collectors: Sequence[Collector]) -> Iterator[Collector]:
-    """Run steps; yield each collector when its request is over."""
+    """Run steps; yield each collector at the end of its request."""
     waiting = list(collectors)
     while waiting:
         for collector in [collector for collector in waiting if collector.is_over]:

@@ -1,4 +1,4 @@
-"""What an engine serves, and how: its options, a model loaded and cut over ranks, a tokenizer."""
+"""Engine options, and loading of a model (sharded over ranks) and its tokenizer."""
 
 import math
 import os
@@ -22,42 +22,46 @@ from colossalai.pipeline import cut_model
 from colossalai.shardformer import check_shards, shard_experts, shard_model
 
 ModelSource = ModelClass | nn.Module
-"""What may be served: a folder, a name or function of `colossalai.inference.models`, a model in memory."""
+"""A model to serve: a folder, a name or function of `colossalai.inference.models`, or a model in memory."""
 
 
-_LEAST_BYTES = 1024  # a number between this and 1 is neither a fraction nor the bytes of a cache
+_LEAST_BYTES = 1024  # a number between 1 and this is neither a fraction nor a size in bytes
 _DTYPES = ("auto", "float32", "bfloat16", "float16", "float64")
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineOptions:
-    """How an engine is set up.
+    """Options of an engine.
 
     Attributes:
-        dtype: Of the model and its cache: a name of torch, or "auto" for that of its files.
-        checkpoint: Where the values are, if not in the model's own folder: a file or folder of ours, of
+        dtype: Dtype of the model and its cache: a name of torch, or "auto" for the dtype of the files.
+        checkpoint: File or folder of the values, if not in the model's own folder: a checkpoint of ours, of
             Hugging Face, or metaseq's `restored.pt`.
-        block_size: Tokens of a block of the cache.
-        kv_memory: Memory of the cache on each rank: a fraction of what is free when the model is there, or
-            bytes where it is more than 1.
-        max_length: Most tokens of a prompt and its answer; None for the model's window.
-        max_running: Most answers that are made at a time.
-        max_tokens_per_step: Most tokens that a step computes.
-        max_queue: Most requests that wait; None for any number.
-        has_prefix_cache: Whether prompts share the blocks of a common beginning.
-        is_batch_invariant: Whether a token's logits are bit for bit the same in any company, at the cost of
-            speed.
-        has_row_tables: Whether weights are kept a second time, in a layout that steps of one token read
-            faster: on CPU, for weights in float32, bfloat16 or int8, each shape only where it was measured to
-            be faster. None for where they take at most a tenth of the free memory.
-        quantize: How weights of products are stored: "int8" (activations are rounded, too), "int8-weights",
-            "int4" or "int4:group"; None for as they are.
-        kv_dtype: "int8" for a cache of keys and values in 8 bits, on CPU; "auto" for the dtype of the model.
-        speculate: Who guesses tokens, so that a step makes several: "ngram:K" or "ngram:K:N" (K tokens that
-            followed the last up to N ones before), or "FOLDER:K" (a small model with the same tokens); None
-            for nobody. Texts are the same.
-        is_owned: Whether the model serves only from now on, so that its parts may be replaced by faster ones.
-        adapters: Folders of peft's by the names that requests ask for the adapters by.
+        block_size: Number of tokens of a cache block.
+        kv_memory: Memory of the cache on each rank: a fraction of the memory that is free after the model
+            is loaded, or bytes if it is more than 1.
+        max_length: Maximum number of tokens of a prompt and its answer. Default: the model's window.
+        max_running: Maximum number of concurrent answers.
+        max_tokens_per_step: Maximum number of tokens of a step.
+        max_queue: Maximum number of queued requests; None for no limit.
+        has_prefix_cache: Whether prompts share the blocks of a common prefix.
+        is_batch_invariant: Whether a token's logits are bit for bit independent of the batch, at the cost
+            of speed.
+        has_row_tables: Whether to keep a second copy of weights in a layout that is faster for steps of one
+            token: on CPU, for weights in float32, bfloat16 or int8, for each shape that was measured to be
+            faster. None: if the copies take at most a tenth of the free memory.
+        quantize: Storage of linear weights: "int8" (activations are quantized, too), "int8-weights",
+            "int4" or "int4:group"; None for no quantization.
+        kv_dtype: "int8" for a cache of keys and values in 8 bits, on CPU; "auto" for the model's dtype.
+        speculate: Speculative decoding, without effect on the texts: "ngram:K" or "ngram:K:N" (the K tokens
+            that followed an earlier match of up to N last tokens), or "FOLDER:K" (a draft model with the
+            same tokens); None to disable.
+        is_owned: Whether the model is used by the engine only, so that its parts can be replaced by faster
+            ones.
+        adapters: Folders of peft adapters, by the names in requests.
+
+    Raises:
+        ValueError: A field is out of range.
 
     Raises:
         ValueError: A field is out of its range.
@@ -92,14 +96,14 @@ class EngineOptions:
             SpeculationWay.of(self.speculate)
         if self.has_row_tables and self.is_batch_invariant:
             raise ValueError(
-                "has_row_tables=True beside is_batch_invariant=True, which computes no product with one row: "
-                "leave one of them out"
+                "has_row_tables=True contradicts is_batch_invariant=True, which computes no product with one "
+                "row: leave one of them out"
             )
         folders = {name: os.path.abspath(folder) for name, folder in self.adapters.items()}
         object.__setattr__(self, "adapters", folders)
 
     def _check_kinds(self) -> None:
-        """Refuse what is of another type, or no number that can be."""
+        """Reject fields of another type and numbers out of range."""
         for name in ("block_size", "max_running", "max_tokens_per_step", "max_length", "max_queue"):
             value = getattr(self, name)
             if value is not None or name not in ("max_length", "max_queue"):
@@ -125,7 +129,7 @@ class EngineOptions:
 
 
 def check_count(name: str, value: object) -> None:
-    """Refuse what is no whole number from 1 on.
+    """Check that a value is a positive integer.
 
     Raises:
         ValueError: `value` is not such a number; the message has `name`.
@@ -137,17 +141,17 @@ def check_count(name: str, value: object) -> None:
 def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = None) -> nn.Module:
     """Return a model in evaluation mode, or this rank's part of one; collective over the ranks.
 
-    It is on the device of the rank, in a process without ranks on the current accelerator if there is one.
+    It is on the device of the rank; in a process without ranks, on the current accelerator if there is one.
 
     Args:
-        model: What is to be served. One in memory is returned as it is.
-        options: Of these `dtype`, `checkpoint` and `quantize`; that `adapters` fit is checked here, where the
-            whole model is known, and they are loaded when an engine is built of it.
+        model: The model to serve. A model in memory is returned as it is.
+        options: `dtype`, `checkpoint` and `quantize` are used. `adapters` are only checked here, against the
+            whole model, and loaded when an engine is built.
         mesh: The ranks, as (pp, tp); None for this process alone.
 
     Raises:
-        ValueError: `model` is no causal language model, has no values, or values or adapters that do not fit;
-            or it is in memory and is to have another dtype, or is to be cut.
+        ValueError: `model` is not a causal language model, has no values, or has values or adapters that do
+            not fit; or it is in memory and needs another dtype or sharding.
     """
     if isinstance(model, nn.Module):
         found = next(model.parameters()).dtype
@@ -176,7 +180,7 @@ def load_model(model: ModelSource, options: EngineOptions, mesh: Mesh | None = N
 
 
 def checkpoint_of(resolved: ResolvedModel, options: EngineOptions) -> str | Path:
-    """Return where the values of a model are.
+    """Return the path of the values of a model.
 
     Raises:
         ValueError: `options` name a checkpoint that does not exist, or none for a model without values.
@@ -190,10 +194,10 @@ def checkpoint_of(resolved: ResolvedModel, options: EngineOptions) -> str | Path
 
 
 def way_of(resolved: ResolvedModel, options: EngineOptions) -> QuantizationWay | None:
-    """Return how the weights of a model are stored; None for as they are.
+    """Return the quantization of a model's weights; None for none.
 
     Raises:
-        ValueError: `resolved` was saved in another way than `options` asks for.
+        ValueError: `resolved` was saved with another quantization than that of `options`.
     """
     saved, wanted = saved_way(resolved.config), options.quantize
     way = saved if wanted is None else QuantizationWay.of(wanted)
@@ -214,14 +218,14 @@ def _quantized_in_memory(model: nn.Module, options: EngineOptions) -> nn.Module:
 
 
 def load_tokenizer(model: ModelSource, tokenizer: str | os.PathLike[str] | None) -> Any:
-    """Return the tokenizer of a model, None where there is none.
+    """Return the tokenizer of a model; None without one.
 
     Args:
-        model: What is to be served.
-        tokenizer: Its folder; None for that of the model.
+        model: The model to serve.
+        tokenizer: Folder of the tokenizer. Default: the model's own.
 
     Raises:
-        ValueError: `tokenizer` is no folder, or one without a tokenizer.
+        ValueError: `tokenizer` is not a folder, or has no tokenizer.
     """
     is_given = tokenizer is not None
     folder = tokenizer if is_given else None if isinstance(model, nn.Module) else resolve_model(model).folder
@@ -230,7 +234,7 @@ def load_tokenizer(model: ModelSource, tokenizer: str | os.PathLike[str] | None)
     from transformers import AutoTokenizer
 
     if not os.path.isdir(folder):
-        raise ValueError(f"{os.fspath(folder)!r} is no folder, and so not one of a tokenizer")
+        raise ValueError(f"{os.fspath(folder)!r} is not a folder, so it has no tokenizer")
     has_one = any(name.startswith(("tokenizer", "vocab", "merges")) for name in os.listdir(folder))
     if not has_one and not is_given:
         return None
@@ -241,14 +245,14 @@ def load_tokenizer(model: ModelSource, tokenizer: str | os.PathLike[str] | None)
 
 
 def cut_for_ranks(model: nn.Module, mesh: Mesh) -> nn.Module:
-    """Return this rank's part of a model, whose layers are cut over the axis `tp`, its blocks over `pp`.
+    """Shard the layers of a model over the axis `tp` and its blocks over `pp`, and return this rank's part.
 
     Args:
-        model: The model, the same on all ranks; a lazily built one stays lazy. It is changed.
+        model: The model, the same on all ranks; modified in place. A lazily built one stays lazy.
         mesh: The ranks, as (pp, tp).
 
     Raises:
-        ValueError: `model` has layers that cannot be cut over so many ranks, or fewer blocks than stages.
+        ValueError: `model` has layers that cannot be sharded over the ranks, or fewer blocks than stages.
     """
     stages = mesh.axis("pp")
     if stages.size > 1:
@@ -261,18 +265,18 @@ def cut_for_ranks(model: nn.Module, mesh: Mesh) -> nn.Module:
 
 
 def empty_part(config: Any, dtype: torch.dtype, mesh: Mesh | None, *, is_lazy: bool = False) -> nn.Module:
-    """Return this rank's part of a model, in evaluation mode, whose values are yet to be set.
+    """Return this rank's part of a model in evaluation mode, with uninitialized values.
 
-    No random number is drawn. Buffers that no checkpoint holds, such as frequencies of angles, have values.
+    No random number is drawn. Buffers outside checkpoints, such as rotary frequencies, have their values.
 
     Args:
-        config: Of transformers.
-        dtype: Of the parameters.
+        config: Config of transformers.
+        dtype: Dtype of the parameters.
         mesh: The ranks, with axes `pp` and `tp`; None for the whole model.
-        is_lazy: Whether it is for questions about shapes and cuts alone, and has no memory.
+        is_lazy: Whether the part stays without memory, to inspect shapes and shards only.
 
     Raises:
-        ValueError: The model has layers that cannot be cut over so many ranks, or fewer blocks than stages.
+        ValueError: `config` has layers that cannot be sharded over the ranks, or fewer blocks than stages.
     """
     part = resolve_model(lambda: config).build(dtype=dtype)
     if mesh is not None:
@@ -283,14 +287,14 @@ def empty_part(config: Any, dtype: torch.dtype, mesh: Mesh | None, *, is_lazy: b
 
 
 def check_tensor_ranks(model: nn.Module, num_ranks: int) -> None:
-    """Refuse a model without layers that can be cut.
+    """Check that a model has layers that can be sharded.
 
     Args:
         model: The model.
-        num_ranks: Ranks that are to share each layer.
+        num_ranks: Number of tensor parallel ranks.
 
     Raises:
-        ValueError: `model` has layers of classes without rules only.
+        ValueError: `model` has only layers of classes without rules.
     """
     if not check_shards(model, num_ranks):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""What is drawn and scored at the end of a step, chunk by chunk."""
+"""Draws and scored positions at the end of a step, chunk by chunk."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ Answers = Mapping[RunningSequence, OpenAnswer]
 
 @dataclass(frozen=True)
 class PlannedStep:
-    """A step, what an executor is told of it, and how to read its result.
+    """A step, its order for the executor, and the layout of its result.
 
     Attributes:
         step: The step.
-        order: What an executor is told.
-        num_draws: For each chunk, how many draws are its own.
-        scored: For each chunk, the positions of a prompt that are scored.
+        order: Order for the executor.
+        num_draws: Number of draws of each chunk.
+        scored: Scored prompt positions of each chunk.
     """
 
     step: BatchStep
@@ -32,15 +32,15 @@ class PlannedStep:
 
 
 def plan_step(step: BatchStep, answers: Answers, adapter_numbers: Mapping[str, int]) -> PlannedStep:
-    """Return what is drawn and scored at the end of a step.
+    """Plan the draws and scored positions at the end of a step.
 
     Args:
         step: The step.
-        answers: To which answer each sequence belongs.
-        adapter_numbers: The numbers by which ranks know adapters.
+        answers: Answer of each sequence.
+        adapter_numbers: Numbers of the adapters on all ranks.
     """
     draws: list[Draw] = []
-    rows: list[int] = []  # of the step whose logits are wanted
+    rows: list[int] = []  # rows of the step whose logits are needed
     draw_rows: list[int] = []
     scored_rows: list[int] = []
     scored: list[Sequence[int]] = []
@@ -74,7 +74,7 @@ def plan_step(step: BatchStep, answers: Answers, adapter_numbers: Mapping[str, i
 
 
 def _to_score(chunk: SequenceChunk, answer: OpenAnswer) -> Sequence[int]:
-    """Return the positions of a chunk whose next token is one of the prompt, where that is asked for."""
+    """Return the positions of a chunk whose next token is a prompt token to score."""
     sequence, wanted = chunk.sequence, answer.of.prompt_logprobs
     if wanted is None or sequence.index:
         return ()
@@ -99,12 +99,12 @@ def _scores(
 
 
 def _draws(chunk: SequenceChunk, drafted: Sequence[int], answer: OpenAnswer) -> list[Draw]:
-    """Return the draws of a chunk: answer by answer at the end of a prompt, else place by place."""
+    """Return the draws of a chunk: one per answer at the end of a prompt, else one per position."""
     try:
         draws = answer.draws(drafted)
         for index in range(1, chunk.num_draws):
             draws += answer.draws_of_twin(index)
-    except Exception as error:  # of a grammar: its request fails when the step has ended, and no other
+    except Exception as error:  # of a grammar: fails only its own request, after the step
         answer.of.failure = error
         answer.matcher = None
         draws = answer.draws(drafted) * max(chunk.num_draws, 1)

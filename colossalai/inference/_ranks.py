@@ -1,21 +1,20 @@
-"""Steps on several ranks: a step goes through the stages of a pipeline, its tokens come back to rank 0.
+"""Steps on several ranks: each step passes through the pipeline stages, and its tokens return to rank 0.
 
-Ranks lie as (pp, tp). Rank 0 has the engine. The ranks of a stage run the same step at the same time, each
-with its part of the layers; a step reaches the next stage together with the activations that it needs there,
-rank by rank, so that nobody waits for a stage which is busy with an earlier step.
+Ranks have the layout (pp, tp). Rank 0 has the engine. The ranks of a stage run the same step at the same
+time, each with its part of the layers. A step is sent to the next stage together with its activations, rank
+by rank, so that no rank waits for a stage that is busy with an earlier step.
 
-| who | receives from | sends to |
+| rank | receives from | sends to |
 | --- | --- | --- |
-| rank 0 | the last stage's first rank: what was drawn | its tensor ranks: the step; the next stage |
+| rank 0 | the last stage's first rank: drawn tokens | its tensor ranks: the step; the next stage |
 | tensor ranks of the first stage | rank 0: the step | the next stage |
 | ranks of another stage | the same place of the stage before: step and activations | the next stage |
-| first rank of the last stage | (as above) | rank 0: what was drawn |
+| first rank of the last stage | (as above) | rank 0: drawn tokens |
 
-An idle engine sends an empty step from time to time: no rank waits longer than that for another one that
-is alive.
+An idle engine sends an empty step from time to time, a heartbeat that keeps the waits of other ranks short.
 
-New weights are told like a step, when none is under way: so all ranks change between the same two steps. Each
-reads its own part of the checkpoint, and all of them succeed or none has changed anything.
+New weights are announced like a step, when none is in flight, so all ranks change between the same two steps.
+Each reads its own part of the checkpoint, and either all of them succeed or none has changed anything.
 """
 
 import ast
@@ -37,20 +36,20 @@ from colossalai.inference.loading import ServedWeights, WeightSource
 from colossalai.inference.paging import Runner, StepArrays, pack_arrays, unpack_arrays
 from colossalai.inference.sampling import Drawn, Draws
 
-# Bytes of the first message of two, the length of the whole included: most steps fit in.
+# Size of the first of two messages in bytes, including the length of the whole; most steps fit in it.
 _FIRST_BYTES = 1 << 14
 _LENGTH_BYTES = 8
 _STOP = b"stop"
 _IDLE = b"idle"
-_WEIGHTS = b"weights "  # a path follows; a step begins otherwise
+_WEIGHTS = b"weights "  # followed by a path; no step begins with these bytes
 
 
 class StepLink:
-    """What this rank sends to and receives from others.
+    """Messages between this rank and the other ranks of an engine.
 
     Args:
         mesh: The ranks, as (pp, tp).
-        device: Where messages are.
+        device: Device of the messages.
     """
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
@@ -61,31 +60,31 @@ class StepLink:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of all stages."""
+        """Number of ranks of all stages."""
         return self.stages.size * self.tensor.size
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is of the first stage."""
+        """Whether this rank belongs to the first stage."""
         return self.stages.rank == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank is of the last stage."""
+        """Whether this rank belongs to the last stage."""
         return self.stages.rank == self.stages.size - 1
 
     def share(self, message: bytes | None) -> bytes:
-        """Hand a message from the first tensor rank of this stage to the others; collective over them.
+        """Broadcast a message from the first tensor rank of this stage; collective over its tensor ranks.
 
         Args:
-            message: The message on the first one, None on the others.
+            message: The message on the first tensor rank, None on the others.
         """
         if self.tensor.size == 1:
             assert message is not None, "there is no other rank that has it"
             return message
         source = self.tensor.ranks[0]
         first, rest = self._as_tensors(message) if message is not None else (self._empty(_FIRST_BYTES), None)
-        first = broadcast(first, source, self.tensor)
+        first = broadcast(first, source, self.tensor)  # fixed size, so the receivers need no length
         length = _length_of(first)
         if length > _FIRST_BYTES - _LENGTH_BYTES:
             missing = length - (_FIRST_BYTES - _LENGTH_BYTES)
@@ -93,19 +92,19 @@ class StepLink:
         return _joined(first, rest, length)
 
     def send(self, message: bytes, tensors: Sequence[Tensor], *, stage: int) -> None:
-        """Begin to send a message, and tensors whose shapes it says, to the same place of another stage."""
+        """Start to send a message, and the tensors it describes, to the same place of another stage."""
         first, rest = self._as_tensors(message)
         for part in (first, rest, *tensors):
             if part is not None and part.numel():
                 sent = part.contiguous()
                 wait = start_messages(self.stages, sends={stage: sent}, receives={})
                 self._under_way.append((wait, (sent,)))
-        # What is on its way must not be freed; older messages have arrived when newer ones are answered.
+        # Buffers in flight must stay alive. An answer implies that older messages have arrived.
         while len(self._under_way) > 4 * (2 + len(tensors)):
             self._under_way.popleft()[0]()
 
     def receive(self, *, stage: int) -> bytes:
-        """Return the next message from the same place of another stage; waits for it."""
+        """Wait for the next message from the same place of another stage, and return it."""
         first = self.receive_tensor((_FIRST_BYTES,), torch.uint8, stage=stage)
         length, rest = _length_of(first), None
         if length > _FIRST_BYTES - _LENGTH_BYTES:
@@ -114,20 +113,20 @@ class StepLink:
         return _joined(first, rest, length)
 
     def receive_tensor(self, shape: Sequence[int], dtype: torch.dtype, *, stage: int) -> Tensor:
-        """Return the next tensor from the same place of another stage; waits for it."""
+        """Wait for the next tensor from the same place of another stage, and return it."""
         place = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if place.numel():
             start_messages(self.stages, sends={}, receives={stage: place})()
         return place
 
     def least(self, number: int) -> int:
-        """Return the least number of all ranks; collective over them."""
+        """Return the minimum of a number over all ranks (all-reduce); collective over them."""
         mesh = self.stages.mesh
         found = torch.tensor([number], dtype=torch.int64, device=self.device)
         return int(all_reduce(found, mesh.axis(("pp", "tp")), op=ReduceOp.MIN).item())
 
     def wait(self) -> None:
-        """Wait until all that was sent has arrived."""
+        """Wait for all pending sends."""
         while self._under_way:
             self._under_way.popleft()[0]()
 
@@ -151,11 +150,11 @@ def _joined(first: Tensor, rest: Tensor | None, length: int) -> bytes:
 
 
 class RanksExecutor(Executor):
-    """Rank 0 of an engine on several ranks.
+    """Executor on rank 0 of an engine on several ranks.
 
     Args:
         runner: The stage of this rank.
-        link: To the others, which run `work`.
+        link: Link to the other ranks, which run `work`.
         weights: The values of this stage.
     """
 
@@ -168,11 +167,11 @@ class RanksExecutor(Executor):
 
     @property
     def depth(self) -> int:
-        """As many steps as there are stages."""
+        """The number of stages."""
         return self._link.stages.size
 
     def submit(self, order: StepOrder) -> None:
-        """Run a step on the first stage, and hand it on."""
+        """Run a step on the first stage, and send it to the next one."""
         message = self._link.share(_order_as_bytes(order))
         output = self.runner.run(order.arrays)
         if self._link.is_last:
@@ -181,29 +180,29 @@ class RanksExecutor(Executor):
             _hand_on(self._link, message, output)
 
     def collect(self) -> StepResult:
-        """Return the result of the oldest step."""
+        """Receive the result of the oldest step from the last stage."""
         if self._link.is_last:
             return self._results.popleft()
         return _result_of(self._link.receive(stage=self._link.stages.size - 1))
 
     def discard(self) -> None:
-        """Forget results of this rank; what other ranks still send is not received any more."""
+        """Drop results of this rank; messages of other ranks are not received any more."""
         self._results.clear()
 
     def weights_stamp(self) -> int:
-        """Return that of this rank's part: values are changed on all ranks at the same time."""
+        """Return the stamp of this rank's part: values change on all ranks at the same time."""
         return self.runner.weights_stamp()
 
     @property
     def is_torn(self) -> bool:
-        """Whether values are partly new, on whatever rank."""
+        """Whether values are partly new, on any rank."""
         return self._weights.is_torn
 
     def update_weights(self, source: WeightSource) -> None:
-        """Let all ranks replace their values.
+        """Replace the values of all ranks.
 
         Raises:
-            ValueError: `source` is no path, which is what ranks can be told, or it does not fit.
+            ValueError: `source` is not a path, the only kind that other ranks can read, or does not fit.
             OSError: `source` cannot be read.
         """
         if not isinstance(source, str | os.PathLike):
@@ -215,19 +214,19 @@ class RanksExecutor(Executor):
         self._weights.load(source)
 
     def keep_alive(self) -> None:
-        """Let the others know that this rank is there; no step is under way."""
+        """Send a heartbeat to the other ranks; no step may be in flight."""
         self._tell(_IDLE)
 
     def pause(self) -> None:
-        """Let `work` return on the other ranks, which call it again before the next step.
+        """Make `work` return on the other ranks, which call it again before the next step.
 
-        No step is under way.
+        No step may be in flight.
         """
         self._tell(_STOP)
         self._link.wait()
 
     def close(self) -> None:
-        """Let the others end."""
+        """End the other ranks."""
         if not self._is_closed:
             self._is_closed = True
             self.pause()
@@ -240,11 +239,11 @@ class RanksExecutor(Executor):
 
 
 def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
-    """Run steps on a rank that is not the first, until rank 0 pauses or ends.
+    """Run steps on a rank other than rank 0, until rank 0 pauses or ends.
 
     Args:
         runner: The stage of this rank.
-        link: To the others.
+        link: Link to the other ranks.
         weights: The values of this stage.
     """
     before, after = link.stages.rank - 1, link.stages.rank + 1
@@ -257,7 +256,7 @@ def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
             if message == _STOP:
                 return
             if message != _IDLE:
-                with suppress(ValueError, OSError):  # which all ranks raise, and rank 0 says it
+                with suppress(ValueError, OSError):  # all ranks raise the same error, and rank 0 reports it
                     weights.load(os.fsdecode(message.removeprefix(_WEIGHTS)))
             continue
         received = None if link.is_first else _received(link, message)
@@ -266,27 +265,27 @@ def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
         if not link.is_last:
             _hand_on(link, message, output)
         elif link.tensor.rank == 0:
-            # Tokens are drawn on one rank only: ranks that drew for themselves might round otherwise.
+            # One rank draws the tokens: draws of several ranks could differ by rounding.
             result = finish_step(output, order)
             link.send(_result_as_bytes(result), (), stage=0)
 
 
 def receive_sample(link: StepLink) -> Any:
-    """Return what the stage before sends to this one for a few tokens; None on the first stage."""
+    """Receive the sample activations of the previous stage; None on the first stage."""
     if link.is_first:
         return None
     return _received(link, link.receive(stage=link.stages.rank - 1))
 
 
 def send_sample(link: StepLink, output: Any) -> None:
-    """Send what this stage returns for a few tokens to the next one, if there is one."""
+    """Send the sample activations of this stage to the next one, if any."""
     if not link.is_last:
         _hand_on(link, pack_arrays({}), output)
         link.wait()
 
 
 def _hand_on(link: StepLink, message: bytes, output: Any) -> None:
-    """Send a step and what the next stage needs for it."""
+    """Send a step and its activations to the next stage."""
     tensors, kind = _flat(output)
     head = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in tensors]
     link.send(
@@ -307,7 +306,7 @@ def _received(link: StepLink, message: bytes) -> Any:
 
 
 def _flat(output: Any) -> tuple[list[Tensor], Any]:
-    """Return the tensors that a stage returns, and how they belong together."""
+    """Return the tensors of a stage's output, and the structure to rebuild it."""
     if isinstance(output, Tensor):
         return [output], "tensor"
     if isinstance(output, dict):

@@ -1,16 +1,16 @@
-"""Engine on ranks of its own: the processes are started by the launcher, this one talks to their first rank.
+"""Engine on ranks in other processes: the launcher starts them, and this process talks to their first rank.
 
-Requests and what is heard of them go over a socket as lines of JSON, so that this process has no process
-group, no mesh and no part of the model: a script may have several such engines, or be a rank of its own job.
+Requests and deltas are sent over a socket as lines of JSON, so this process needs no process group, no mesh
+and no part of the model. A script can have several such engines, or be a rank of its own job.
 
-| line | from | what |
+| line | sender | meaning |
 | --- | --- | --- |
 | `{"check": request}`, `{"submit": request}`, `{"abort": id}` | this process | calls of the engine |
-| `{"checked": null or reason}` | rank 0 | the answer to a check |
-| `{"update": [path, in_flight]}` | this process | new weights; it waits for the answer |
-| `{"updated": null or [kind, message]}` | rank 0 | the answer |
-| `{"ready": limits}` | rank 0 | it has loaded the model |
-| `{"heard": delta}`, `{"failed": [id, kind, message]}` | rank 0 | what the listener of a request hears |
+| `{"checked": null or reason}` | rank 0 | the reply to a check |
+| `{"update": [path, in_flight]}` | this process | new weights; waits for the reply |
+| `{"updated": null or [kind, message]}` | rank 0 | the reply |
+| `{"ready": limits}` | rank 0 | the model is loaded |
+| `{"heard": delta}`, `{"failed": [id, kind, message]}` | rank 0 | a call of a listener |
 """
 
 import json
@@ -50,14 +50,14 @@ _UPDATE_ERRORS = {each.__name__: each for each in (TimeoutError, OSError, ValueE
 
 
 class RemoteEngine:
-    """An engine whose ranks are processes of their own; as an engine it is called by one thread.
+    """An engine with ranks in other processes; one thread at a time calls it.
 
     Args:
-        arguments: What the first rank's program is told, beside the address of this process.
+        arguments: Arguments of the ranks' program; the address of this process is added.
         num_ranks: Number of ranks.
 
     Raises:
-        ValueError: The ranks have ended before they had an engine; the message is theirs.
+        ValueError: `arguments` are rejected by the ranks, which have ended; the message is theirs.
     """
 
     def __init__(self, arguments: dict[str, Any], *, num_ranks: int) -> None:
@@ -75,9 +75,9 @@ class RemoteEngine:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # Ctrl-C is for this process: it may go on with the engine
+                start_new_session=True,  # Ctrl-C stops this process only, which may still use the engine
             )
-            # Without a close the ranks end by themselves when this process has gone.
+            # Without a close, the ranks end by themselves after this process.
             self._forget = weakref.finalize(self, shutil.rmtree, self._folder, ignore_errors=True)
             self._connection = self._accept(door)
         self._lines = self._connection.makefile("rb")
@@ -85,10 +85,10 @@ class RemoteEngine:
         self.max_length: int = ready["ready"]["max_length"]
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be answered.
+        """Check that a request can be served.
 
         Raises:
-            RequestRefused: `request` is such a one.
+            RequestRefused: `request` cannot be served.
         """
         self._send({"check": asdict(request)})
         while "checked" not in (line := self._next()):
@@ -97,26 +97,26 @@ class RemoteEngine:
             raise RequestRefused(line["checked"])
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; its listener hears of it in the calls of `step`."""
+        """Queue a request; calls of `step` pass its deltas to the listener."""
         self._listeners[request.request_id] = (listener, request, request.params.n)
         self._send({"submit": asdict(request)})
 
     def abort(self, request_id: str) -> None:
-        """End a request; nothing happens if it has ended."""
+        """End a request; does nothing if it has ended."""
         if request_id in self._listeners:
             self._send({"abort": request_id})
 
     def step(self) -> bool:
-        """Wait for the next thing that a listener hears; return whether there is a request under way."""
+        """Wait for the next call of a listener; return whether a request was in flight."""
         if not self._listeners:
             return False
         self._take(self._next())
         return True
 
     def update_weights(self, source: WeightSource, *, in_flight: str = "finish") -> None:
-        """Let the ranks replace all values; see `InferenceEngine.update_weights`.
+        """Replace all values on the ranks; see `InferenceEngine.update_weights`.
 
-        What is in memory reaches them through a file, which is removed afterwards.
+        A source in memory is passed through a temporary file.
         """
         path = self._folder / "weights.pt"
         if isinstance(source, str | os.PathLike):
@@ -178,11 +178,11 @@ class RemoteEngine:
 
     def _next(self) -> dict[str, Any]:
         line = b""
-        with suppress(ConnectionResetError):  # as good as its end
+        with suppress(ConnectionResetError):  # equivalent to end of file
             line = self._lines.readline()
         if not line:
             self._process.wait()
-            # Before the first line the ranks have refused what they were told, after it they have failed.
+            # Before the first line the ranks have rejected their arguments, after it the engine has failed.
             raise (EngineStopped if hasattr(self, "max_length") else ValueError)(self._story())
         found: dict[str, Any] = json.loads(line)
         return found
@@ -193,11 +193,11 @@ class RemoteEngine:
 
 
 def serve_connection(engine: ThreadedEngine, connection: socket.socket) -> None:
-    """Do what a `RemoteEngine` asks for, until it closes the connection.
+    """Serve the calls of a `RemoteEngine` until it closes the connection.
 
     Args:
-        engine: The engine of rank 0; another thread runs it.
-        connection: To the process that asks.
+        engine: The engine of rank 0, run by another thread.
+        connection: Connection to the process of the `RemoteEngine`.
     """
     lock = threading.Lock()
 
@@ -246,7 +246,7 @@ def _refusal(engine: ThreadedEngine, request: Request) -> str | None:
 def _update(engine: ThreadedEngine, path: str, in_flight: str) -> list[str] | None:
     try:
         engine.update_weights(path, in_flight=in_flight)
-    except Exception as error:  # the other process is told, whatever it is
+    except Exception as error:  # any error is reported to the other process
         kind = next((name for name, each in _UPDATE_ERRORS.items() if isinstance(error, each)), "")
         return [kind, str(error)]
     return None

@@ -1,4 +1,4 @@
-"""Requests of an inference engine: what is asked for, what a step adds to an answer, and the whole answer."""
+"""Requests of an inference engine, with their sampling parameters, deltas and completions."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -6,16 +6,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "timeout", "abort", "content_filter"]
-"""Why an answer ended: a stop string or token; its length; the request's time; its client; or that it has
-words which a server does not say, and then its last text stands in the place of all before."""
+"""Reason of an answer's end: a stop string or token; its length; the request's timeout; an abort; or
+forbidden words, in which case the last text replaces all earlier ones."""
 
 MAX_LOGPROBS = 20
-"""Most alternatives of a token whose log-probabilities can be asked for, as in OpenAI's API."""
+"""Maximum number of alternatives of a token with log-probabilities, as in OpenAI's API."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """A language that an answer has to be in.
+    """Grammar of an answer.
 
     Attributes:
         kind: Whether `source` is a JSON schema or a regular expression.
@@ -28,7 +28,7 @@ class Structure:
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
-    """How an answer is drawn from the model's probabilities, and where it ends.
+    """Sampling parameters: filters of the distribution, and conditions that end an answer.
 
     The logits of a token go through, in this order: `logit_bias`, `structure` and `min_tokens`; the
     repetition penalty (1909.05858) and the additive penalties; the temperature; `top_k`; `top_p` (nucleus
@@ -36,28 +36,28 @@ class SamplingParams:
 
     Attributes:
         n: Number of answers to one prompt.
-        max_tokens: Most tokens of an answer; None for as many as the model's window allows.
-        temperature: Divides the logits; 0 takes the most likely token.
-        top_p: The most likely tokens are kept whose probabilities sum up to this much; in (0, 1].
-        top_k: The most likely tokens are kept, this many; 0 or -1 for all.
-        min_p: Tokens are kept that are at least this much as likely as the most likely one; in [0, 1].
+        max_tokens: Maximum number of tokens of an answer; None for as many as the model's window allows.
+        temperature: Divisor of the logits; 0 selects the most likely token.
+        top_p: Nucleus sampling: the most likely tokens with this total probability are kept; in (0, 1].
+        top_k: Number of most likely tokens to keep; 0 or -1 for all.
+        min_p: Minimum probability of a token, relative to the most likely one; in [0, 1].
         stop: Strings that end an answer; they are not part of it.
-        stop_token_ids: Tokens that end an answer, beside the model's own end tokens.
-        ignore_eos: Whether the model's own end tokens do not end an answer.
-        min_tokens: Tokens before which no end token and no stop token can be drawn.
-        seed: Makes the draws repeatable; None draws others in each request.
-        logprobs: For each token its log-probability and those of so many most likely ones; None for neither.
-            They are those of the model, before temperature and filters.
-        prompt_logprobs: The same for the tokens of the prompt, but for the first.
-        presence_penalty: Is subtracted from the logits of tokens that the answer has already; in [-2, 2].
-        frequency_penalty: The same for each time that the answer has it; in [-2, 2].
-        repetition_penalty: Divides positive logits, and multiplies negative ones, of tokens that the prompt
-            or the answer has; from 0.01 to 100, 1 for none.
-        logit_bias: Is added to the logits of tokens, by their ids; in [-100, 100].
-        structure: What language the answer is in; None for any.
+        stop_token_ids: Tokens that end an answer, in addition to the model's own end tokens.
+        ignore_eos: Whether an answer continues after the model's own end tokens.
+        min_tokens: Number of tokens before which no end token and no stop token can be drawn.
+        seed: Seed of the draws, which makes them repeatable; None for a fresh one in each request.
+        logprobs: Number of most likely alternatives of each token with log-probabilities; None for no
+            log-probabilities. They are those of the model, before temperature and filters.
+        prompt_logprobs: The same for the tokens of the prompt, except the first.
+        presence_penalty: Subtracted from the logits of tokens in the answer; in [-2, 2].
+        frequency_penalty: The same for each occurrence in the answer; in [-2, 2].
+        repetition_penalty: Divisor of positive logits, and factor of negative ones, of tokens in the prompt
+            or the answer; from 0.01 to 100, 1 for none.
+        logit_bias: Additions to logits, by token id; in [-100, 100].
+        structure: Grammar of the answer; None for any text.
 
     Raises:
-        ValueError: A field is out of its range; the message names it, its value and what is allowed.
+        ValueError: A field is out of range; the message has its name, its value and the allowed range.
     """
 
     n: int = 1
@@ -90,7 +90,7 @@ class SamplingParams:
         if self.top_p == 0:
             raise ValueError("top_p=0; it must be more than 0 (temperature=0 takes the most likely token)")
         if self.max_tokens == 0 and self.prompt_logprobs is None:
-            raise ValueError("max_tokens=0; it must be at least 1, unless prompt_logprobs are asked for")
+            raise ValueError("max_tokens=0; it must be at least 1, unless prompt_logprobs are requested")
         if any(not isinstance(text, str) or not text for text in self.stop):
             raise ValueError(f"stop={self.stop!r}; it must be texts that are not empty")
         for token in (*self.logit_bias, *self.stop_token_ids):
@@ -102,17 +102,17 @@ class SamplingParams:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether the most likely token is taken each time."""
+        """Whether the most likely token is selected each time."""
         return self.temperature == 0
 
     @property
     def has_penalties(self) -> bool:
-        """Whether tokens that are there already are drawn less."""
+        """Whether tokens that occurred before are penalized."""
         return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
 
     @property
     def is_deterministic(self) -> bool:
-        """Whether the same request has the same answer again."""
+        """Whether a repeated request has the same answer."""
         return self.is_greedy or self.seed is not None
 
 
@@ -136,7 +136,7 @@ _RANGES = (
     ("prompt_logprobs", 0, MAX_LOGPROBS),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 0.01, 100),  # divides logits, which stay finite
+    ("repetition_penalty", 0.01, 100),  # bounded, so that logits stay finite
 )
 _MAY_BE_NONE = frozenset({"max_tokens", "seed", "logprobs", "prompt_logprobs"})
 _WHOLE = frozenset({"n", "max_tokens", "top_k", "min_tokens", "seed", "logprobs", "prompt_logprobs"})
@@ -157,7 +157,7 @@ def _check_number(name: str, value: object, low: float, high: float) -> None:
 
 
 def sampling_params_of(fields: Mapping[str, Any]) -> SamplingParams:
-    """Return sampling parameters from their fields, as `dataclasses.asdict` and JSON have them."""
+    """Build sampling parameters from their fields, as returned by `dataclasses.asdict` or JSON."""
     structure, bias = fields["structure"], fields["logit_bias"]
     return SamplingParams(
         **{
@@ -170,16 +170,16 @@ def sampling_params_of(fields: Mapping[str, Any]) -> SamplingParams:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt and how it is to be answered.
+    """A prompt with its sampling parameters.
 
     Attributes:
-        request_id: Names it; no two requests that are under way have the same.
+        request_id: Id, unique among the requests in flight.
         prompt_token_ids: The prompt, at least one token.
-        params: How the answers are drawn.
-        priority: Requests of a smaller number go first; among equals the first that came.
-        timeout_s: Seconds from its arrival after which it ends with what it has; None for no limit.
-        adapter: Name of the adapter that it asks for, None for the model itself.
-        is_streamed: Whether the text comes with the steps; if not, all of it comes with the last one.
+        params: Sampling parameters of the answers.
+        priority: Smaller numbers are scheduled first; equal ones in order of arrival.
+        timeout_s: Seconds from arrival until the request ends with its answers so far; None for no limit.
+        adapter: Name of the adapter, None for the model itself.
+        is_streamed: Whether text is returned with every step; if not, with the last one.
     """
 
     request_id: str
@@ -196,9 +196,9 @@ class TokenLogprobs:
     """Log-probabilities at one position.
 
     Attributes:
-        token_id: The token that is there.
+        token_id: The token at the position.
         logprob: Its log-probability, natural logarithm, in float32.
-        top: The most likely tokens there, most likely first, as (token, log-probability).
+        top: The most likely tokens at the position, most likely first, as (token, log-probability).
     """
 
     token_id: int
@@ -208,20 +208,21 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, kw_only=True)
 class Delta:
-    """What a step adds to one answer of a request.
+    """Increment of one answer of a request, after a step.
 
     Attributes:
         request_id: The request.
         index: The answer, from 0 to n - 1.
         token_ids: New tokens; a stop token is one of them.
-        text: New text; it lags behind the tokens where a character or a stop string may still be growing.
-        logprobs: Those of `token_ids`, where they were asked for.
-        prompt_logprobs: Of the tokens of the prompt but the first, once, with the first delta of answer 0.
-        finish_reason: Why the answer has ended; None while it goes on.
+        text: New text; it lags behind the tokens while a character or a stop string may be incomplete.
+        logprobs: Log-probabilities of `token_ids`; None if not requested.
+        prompt_logprobs: Log-probabilities of the prompt's tokens except the first; once, with the first delta
+            of answer 0.
+        finish_reason: Reason of the answer's end; None while it is open.
         stop_reason: The stop string or stop token that ended it; None for another reason.
-        cached_tokens: Tokens of the prompt whose keys and values came from the prefix cache.
-        is_restart: Whether all that was heard of the request before is void: it begins again with new
-            weights. Nothing else is said then; a streamed request hears of none.
+        cached_tokens: Number of prompt tokens whose keys and values came from the prefix cache.
+        is_restart: Whether all earlier deltas of the request are void because it starts over with new
+            weights. All other fields are empty; streamed requests do not receive such a delta.
     """
 
     request_id: str
@@ -238,7 +239,7 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """Tokens of a request: of its prompt, of all its answers, and of the prompt from the prefix cache."""
+    """Token counts of a request: its prompt, all its answers, and the cached part of the prompt."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -246,13 +247,13 @@ class Usage:
 
     @property
     def total_tokens(self) -> int:
-        """Prompt and answers."""
+        """Number of tokens of the prompt and the answers."""
         return self.prompt_tokens + self.completion_tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class Completion:
-    """One whole answer; the fields are those of `Delta`, put together."""
+    """One complete answer: the concatenation of its deltas."""
 
     index: int
     text: str
@@ -264,15 +265,15 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutput:
-    """All answers to one prompt; `text` and its like are those of the first answer.
+    """All answers to one prompt; `text`, `token_ids` and so on are those of the first answer.
 
     Attributes:
         request_id: The request.
-        prompt: The prompt as text; None where tokens were given.
+        prompt: The prompt as text; None for a prompt of tokens.
         prompt_token_ids: The prompt.
         outputs: The answers.
-        usage: Tokens that were read and made.
-        prompt_logprobs: Of the tokens of the prompt but the first, where they were asked for.
+        usage: Token counts.
+        prompt_logprobs: Log-probabilities of the prompt's tokens except the first; None if not requested.
     """
 
     request_id: str
@@ -294,32 +295,32 @@ class RequestOutput:
 
     @property
     def finish_reason(self) -> FinishReason:
-        """Why the first answer ended."""
+        """Reason of the first answer's end."""
         return self.outputs[0].finish_reason
 
     @property
     def logprobs(self) -> tuple[TokenLogprobs, ...] | None:
-        """Log-probabilities of the first answer, where they were asked for."""
+        """Log-probabilities of the first answer; None if not requested."""
         return self.outputs[0].logprobs
 
 
 class RequestRefused(ValueError):
-    """A request that can never be answered: too long, an unknown adapter, a wrong language."""
+    """A request that the engine cannot serve: too long, an unknown adapter, an invalid grammar."""
 
 
 class RequestFailed(RuntimeError):
-    """A request that was taken and cannot be answered, while the engine and all other requests go on."""
+    """An accepted request that failed, while the engine and all other requests continue."""
 
 
 REQUEST_ERRORS: Mapping[str, type[Exception]] = {
     each.__name__: each for each in (RequestFailed, RequestRefused)
 }
-"""What ends one request, by name; any other error is the end of the engine."""
+"""Errors that end one request, by name; any other error ends the engine."""
 
 
 class QueueFull(RuntimeError):
-    """More requests wait than the engine takes; another try later may find room."""
+    """The queue is full; a later attempt may succeed."""
 
 
 class EngineStopped(RuntimeError):
-    """The engine has ended, or is ending and takes nothing new; the message says why."""
+    """The engine has ended or is ending; the message has the reason."""

@@ -1,4 +1,4 @@
-"""Inference service: requests from any thread to one engine, and what its steps add to their answers."""
+"""Inference service: the interface between front ends in any thread and one engine."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -7,21 +7,21 @@ from typing import Any, Protocol
 from colossalai.inference._request import Delta, Request
 
 Listener = Callable[[Delta | BaseException], None]
-"""Hears each `Delta` of a request in order, or, once and at last, the error that ended it. It is called in
-the thread of the engine: it hands on and returns at once."""
+"""Called with each `Delta` of a request in order, or at last, once, with the error that ended it. It is
+called in the engine's thread, so it must return at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelInfo:
-    """What is served.
+    """Name and limits of the served model.
 
     Attributes:
-        name: The name that requests ask for it by.
-        max_length: Most tokens of a prompt and its answer together.
-        vocab_size: Number of tokens.
-        created: Unix time of the loading, whole seconds.
-        adapters: Names of adapters, which requests can ask for instead.
-        facts: Further facts for people: class, parameters, dtype, ranks, blocks.
+        name: Name of the model in requests.
+        max_length: Maximum number of tokens of a prompt and its answer together.
+        vocab_size: Number of tokens of the vocabulary.
+        created: Unix time of the loading, in whole seconds.
+        adapters: Names of adapters, which requests can select instead of the model.
+        facts: Further facts for display: class, parameters, dtype, ranks, blocks.
     """
 
     name: str
@@ -34,22 +34,22 @@ class ModelInfo:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineStats:
-    """The state of an engine at one time, and its totals since the start.
+    """Current state of an engine, and totals since its start.
 
     Attributes:
-        running: Requests that have blocks.
-        queued: Requests that wait for some.
-        blocks: Blocks of the pool by state: "used" by requests, "cached" for prefixes, "free".
-        prefix_hit_tokens: Tokens of prompts that came from the prefix cache.
-        prompt_tokens: Tokens of prompts that were read.
-        generated_tokens: Tokens that were made.
-        preemptions: Times that a request gave its blocks back.
-        steps: Steps that were run.
-        draft_tokens: Guessed tokens that steps computed.
-        accepted_draft_tokens: Those of them that were taken into answers.
-        answer_cache_hits: Requests that were answered without the engine.
-        weight_updates: Times that the model was given new values.
-        weights_version: A number that grows whenever values of the model have changed.
+        running: Number of requests with blocks.
+        queued: Number of requests that wait for blocks.
+        blocks: Number of blocks by state: "used" by requests, "cached" for prefixes, "free".
+        prefix_hit_tokens: Number of prompt tokens from the prefix cache.
+        prompt_tokens: Number of prompt tokens read.
+        generated_tokens: Number of tokens generated.
+        preemptions: Number of preempted requests.
+        steps: Number of steps.
+        draft_tokens: Number of drafted tokens that steps computed.
+        accepted_draft_tokens: Number of these that were accepted into answers.
+        answer_cache_hits: Number of requests served from the answer cache.
+        weight_updates: Number of weight updates.
+        weights_version: Version of the weights, which grows with every change.
     """
 
     running: int = 0
@@ -68,52 +68,52 @@ class EngineStats:
 
 
 class Service(Protocol):
-    """What a front end (HTTP, or a list of prompts) needs of an engine; safe to call from any thread."""
+    """Interface of an engine for front ends (HTTP, or a list of prompts); safe in any thread."""
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
+        """Name and limits of the served model."""
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of transformers; None where only tokens are exchanged."""
+        """The tokenizer of transformers; None if only tokens are exchanged."""
 
     def submit(self, request: Request, listener: Listener) -> None:
-        """Queue a request; `listener` hears of it until every answer has a `finish_reason`, or of its error.
+        """Queue a request; `listener` is called until every answer has a `finish_reason`, or with an error.
 
         Raises:
-            RequestRefused: `request` can never be answered.
-            QueueFull: The queue has no room.
-            EngineStopped: The engine has ended, or takes nothing new.
+            RequestRefused: `request` cannot be served.
+            QueueFull: The queue is full.
+            EngineStopped: The engine has ended, or accepts no new requests.
         """
 
     def abort(self, request_id: str) -> None:
-        """End a request; its listener hears a last delta with "abort". Nothing happens if it has ended."""
+        """Abort a request; its listener receives a last delta with "abort". Does nothing if it has ended."""
 
     def stats(self) -> EngineStats:
-        """Return the state of the engine now."""
+        """Return the current state of the engine."""
 
     def update_weights(self, path: str, *, in_flight: str) -> None:
-        """Take new values from a checkpoint; blocks until they are in force.
+        """Load new values from a checkpoint; blocks until they are in effect.
 
         Args:
             path: The checkpoint.
-            in_flight: "finish" lets running requests end before, "restart" lets them begin again after it.
+            in_flight: "finish" lets running requests finish first; "restart" starts them over afterwards.
 
         Raises:
-            ValueError: `path` does not hold the values of this model; nothing has changed then.
-            OSError: `path` cannot be read; nothing has changed then.
-            TimeoutError: Running requests did not end in time; nothing has changed then.
-            RequestFailed: `path` could not be read to its end: requests fail until an update succeeds.
+            ValueError: `path` does not contain the values of this model; nothing has changed.
+            OSError: `path` cannot be read; nothing has changed.
+            TimeoutError: Running requests did not end in time; nothing has changed.
+            RequestFailed: `path` could not be read to its end; requests fail until an update succeeds.
             EngineStopped: The engine has ended.
         """
 
 
 class ServiceInFront:
-    """Abstract: a service in front of another one, whose model it serves.
+    """Abstract: a service that wraps another one and serves the same model.
 
     Args:
-        service: The other one.
+        service: The wrapped service.
     """
 
     def __init__(self, service: Service) -> None:
@@ -121,14 +121,14 @@ class ServiceInFront:
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
+        """Name and limits of the served model."""
         return self._service.info
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model; None where only tokens are exchanged."""
+        """The tokenizer of the model; None if only tokens are exchanged."""
         return self._service.tokenizer
 
     def abort(self, request_id: str) -> None:
-        """End a request; nothing happens if it has ended."""
+        """Abort a request; does nothing if it has ended."""
         self._service.abort(request_id)

@@ -1,4 +1,4 @@
-"""InferenceEngine in a thread: requests come from any thread, and leave the engine's one step at a time."""
+"""Engine in a thread of its own: requests from any thread, and steps in the engine's thread."""
 
 import queue
 import threading
@@ -15,15 +15,15 @@ from colossalai.inference._service import EngineStats, Listener, ModelInfo
 from colossalai.inference.loading import WeightSource
 from colossalai.logging import get_dist_logger
 
-# How long an idle engine sleeps before it looks after its ranks again; whoever submits wakes it.
+# Interval between heartbeats of an idle engine; a new request wakes it at once.
 _IDLE_S = 5.0
 FINISH_LIMIT_S = 300.0
-"""Seconds that an update of weights waits for running requests by default; new ones queue meanwhile."""
+"""Default limit of the wait for running requests before an update of weights, during which others queue."""
 
 
 @dataclass(frozen=True)
 class _Update:
-    """New weights that somebody waits for."""
+    """A pending update of the weights."""
 
     source: WeightSource
     in_flight: str
@@ -34,12 +34,12 @@ class _Update:
 class ThreadedEngine:
     """An engine as a `Service`.
 
-    The thread that calls `run` is the engine's; all other methods may be called from any thread.
+    `run` is called in the engine's thread; all other methods can be called in any thread.
 
     Args:
         engine: The engine.
-        info: What it serves.
-        finish_limit_s: Seconds that requests have to end before an update of weights that waits for them.
+        info: Name and limits of the model.
+        finish_limit_s: Maximum wait for running requests before an update of weights, in seconds.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ThreadedEngine:
         self._updates: deque[_Update] = deque()
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._num_waiting = 0  # requests that were taken and have no delta yet
+        self._num_waiting = 0  # accepted requests without a delta
         self._stopped: str | None = None
         self._error: BaseException | None = None
         self._on_end: list[Callable[[], None]] = []
@@ -59,21 +59,21 @@ class ThreadedEngine:
 
     @property
     def info(self) -> ModelInfo:
-        """What is served."""
+        """Name and limits of the served model."""
         return self._info
 
     @property
     def tokenizer(self) -> Any:
-        """The tokenizer of the model; None where only tokens are exchanged."""
+        """The tokenizer of the model; None if only tokens are exchanged."""
         return self._engine.tokenizer
 
     @property
     def error(self) -> BaseException | None:
-        """What a step has failed with; None while none has."""
+        """Error of the step that failed; None if none has."""
         return self._error
 
     def on_end(self, call: Callable[[], None]) -> None:
-        """Let something be called when the engine has ended, in its thread; at once if it has."""
+        """Register a callback for the end of the engine, in its thread; called at once if it has ended."""
         with self._lock:
             if self._stopped is None:
                 self._on_end.append(call)
@@ -81,10 +81,10 @@ class ThreadedEngine:
         call()
 
     def check(self, request: Request) -> None:
-        """Refuse a request that can never be answered.
+        """Check that a request can be served.
 
         Raises:
-            RequestRefused: `request` is such a one.
+            RequestRefused: `request` cannot be served.
         """
         self._engine.check(request)
 
@@ -92,8 +92,8 @@ class ThreadedEngine:
         """Queue a request; see `Service.submit`.
 
         Raises:
-            RequestRefused: `request` can never be answered.
-            QueueFull: The queue has no room.
+            RequestRefused: `request` cannot be served.
+            QueueFull: The queue is full.
             EngineStopped: The engine has ended.
         """
         self._engine.check(request)
@@ -107,18 +107,18 @@ class ThreadedEngine:
             self._inbox.put(lambda: self._begin(request, listener))
 
     def abort(self, request_id: str) -> None:
-        """End a request; nothing happens if it has ended."""
+        """Abort a request; does nothing if it has ended."""
         self._inbox.put(lambda: self._engine.abort(request_id))
 
     def stats(self) -> EngineStats:
-        """Return the state of the engine at its last step."""
+        """Return the state of the engine after its last step."""
         return self._stats
 
     def update_weights(self, path: WeightSource, *, in_flight: str) -> None:
-        """Take new values from a checkpoint; see `Service.update_weights`.
+        """Load new values from a checkpoint; see `Service.update_weights`.
 
         Args:
-            path: The checkpoint; or new values in memory, as for `InferenceEngine.update_weights`.
+            path: The checkpoint; or values in memory, as for `InferenceEngine.update_weights`.
             in_flight: "finish" or "restart".
         """
         update = _Update(path, in_flight, time.monotonic() + self._finish_limit_s)
@@ -129,13 +129,13 @@ class ThreadedEngine:
         update.done.result()
 
     def stop(self, reason: str = "the engine has ended") -> None:
-        """Let `run` return; requests that are under way fail with the reason."""
+        """Make `run` return; requests in flight fail with the reason."""
         with self._lock:
             self._stopped = self._stopped or reason
         self._inbox.put(lambda: None)
 
     def run(self) -> None:
-        """Run steps until `stop` is called or one fails, which all requests under way hear; see `error`."""
+        """Run steps until `stop` is called or a step fails, which ends all open requests; see `error`."""
         try:
             while self._stopped is None:
                 if self._engine.has_work:
@@ -153,7 +153,7 @@ class ThreadedEngine:
         self._end()
 
     def _update(self, update: _Update) -> None:
-        """Do an update of weights if its time has come."""
+        """Run an update of weights once it is due."""
         if update.in_flight == "finish":
             self._engine.hold()
             if self._engine.has_begun and time.monotonic() < update.give_up_at:
@@ -169,11 +169,11 @@ class ThreadedEngine:
         except (ValueError, OSError, RequestFailed) as error:
             self._updates.popleft().done.set_exception(error)
         else:
-            self._stats = self._engine.stats()  # before somebody asks who has waited for it
+            self._stats = self._engine.stats()  # before the waiting caller resumes and may read them
             self._updates.popleft().done.set_result(None)
 
     def _take_messages(self, *, wait_s: float) -> bool:
-        """Do what other threads have asked for; return whether there was anything."""
+        """Run the messages of other threads; return whether there were any."""
         num_taken = 0
         while True:
             waits = wait_s > 0 and not num_taken
@@ -196,7 +196,7 @@ class ThreadedEngine:
 
         try:
             self._engine.submit(request, hear)
-        except Exception as error:  # it was checked; what is left is a name that is taken
+        except Exception as error:  # the request was checked: its id is in use
             self._leave_queue()
             listener(error)
 
@@ -205,7 +205,7 @@ class ThreadedEngine:
             self._num_waiting -= 1
 
     def _end(self) -> None:
-        """Tell everybody whose request is under way, or has not begun."""
+        """Report the end to the listeners of all open requests and to pending updates."""
         with self._lock:
             self._stopped = self._stopped or f"the engine has failed: {self._error}"
             calls, self._on_end = self._on_end, []

@@ -1,8 +1,8 @@
-"""Models to serve, by size: OPT and BLOOM as published, and what else a config may name as its model.
+"""Models to serve by name: OPT and BLOOM in their published sizes, and other values of `model_class`.
 
 OPT: table 1 of 2205.01068; 6B is the one of 6.7 billion parameters. BLOOM: table 3 of 2211.05100.
-A function here returns a config of transformers; nothing has memory before `ResolvedModel.build`, whose
-parameters have none either.
+A function here returns a config of transformers. No memory is allocated, not even by `ResolvedModel.build`,
+whose parameters are lazy.
 """
 
 import json
@@ -19,8 +19,8 @@ from colossalai.context import nearest
 from colossalai.lazy import LazyInitContext
 
 ModelClass = Callable[..., Any] | str | Path
-"""What may stand for a model: a function that returns a config of transformers or a model, its name (those
-below), or a folder of `save_pretrained`."""
+"""Specification of a model: a function that returns a config or a model of transformers, the name of a
+function below, or a `save_pretrained` folder."""
 
 
 def opt_125M(**options: Any) -> Any:
@@ -92,8 +92,8 @@ class ResolvedModel:
     Attributes:
         name: The name of the function or the folder.
         config: The config of transformers.
-        folder: Where its values and tokenizer are, for a folder of `save_pretrained`.
-        make: Returns the model; called in contexts in which nothing gets memory.
+        folder: Folder of the values and the tokenizer, for a `save_pretrained` folder.
+        make: Returns the model; called in contexts that allocate no memory.
     """
 
     name: str
@@ -102,12 +102,12 @@ class ResolvedModel:
     make: Callable[[torch.dtype | None], nn.Module]
 
     def build(self, *, dtype: torch.dtype | None = None, initialize: bool = False) -> nn.Module:
-        """Return the model, lazily built: `colossalai.lazy.materialize` or `load_values` give it memory.
+        """Build the model lazily: `colossalai.lazy.materialize` or `load_values` allocates its memory.
 
         Args:
-            dtype: Of its parameters; default: that of the config.
-            initialize: Whether materialized parameters have the random values that training begins with;
-                else what is to be loaded is left uninitialized, and nothing is drawn.
+            dtype: Dtype of the parameters. Default: the config's.
+            initialize: Whether materialized parameters get the random values for training; otherwise values
+                to be loaded stay uninitialized, and no random number is drawn.
         """
         with ExitStack() as contexts:
             contexts.enter_context(LazyInitContext())
@@ -115,17 +115,17 @@ class ResolvedModel:
                 contexts.enter_context(_no_init_weights())
             model = self.make(dtype)
             tie_weights = getattr(model, "tie_weights", None)
-            if tie_weights is not None:  # which is a part of what is left out above
+            if tie_weights is not None:  # skipped by the contexts above, together with the initialization
                 tie_weights()
         return model.eval()
 
     def build_shapes(self, *, dtype: torch.dtype | None = None) -> nn.Module:
-        """Return the model on the meta device, for questions about sizes: it cannot get values.
+        """Build the model on the meta device, to inspect its sizes; it cannot be materialized.
 
-        A tenth of a second for 175 billion parameters. What `build` returns remembers how to make each value.
+        Takes a tenth of a second for 175 billion parameters; `build` also records the initialization of each.
 
         Args:
-            dtype: Of its parameters; default: that of the config.
+            dtype: Dtype of the parameters. Default: the config's.
         """
         with torch.device("meta"), _no_init_weights():
             model = self.make(dtype)
@@ -136,12 +136,12 @@ class ResolvedModel:
 
 
 def resolve_model(model_class: ModelClass) -> ResolvedModel:
-    """Return the model that a `model_class` stands for.
+    """Resolve a `model_class`.
 
     Args:
-        model_class: A function that returns a config of transformers or a model of it (it is called without
-            arguments, where models get no memory), the name of one of this module, or a folder with the
-            config.json of a model of transformers.
+        model_class: A function that returns a config or a model of transformers (called without arguments,
+            in a context that allocates no memory), the name of a function of this module, or a folder with
+            the config.json of a model of transformers.
 
     Raises:
         ValueError: `model_class` is none of these, or `transformers` is not installed.
@@ -184,10 +184,10 @@ def _of_function(function: Callable[..., Any]) -> ResolvedModel:
 
 
 def base_of_adapters(folder: str | Path) -> str | None:
-    """Return the folder of the model that adapters of peft were trained on; None for any other folder.
+    """Return the folder of the base model of peft adapters; None for any other folder.
 
     Raises:
-        ValueError: `folder` has adapters whose model is not a folder here.
+        ValueError: `folder` has adapters whose base model is not a local folder.
     """
     file = Path(folder, "adapter_config.json")
     if not file.is_file() or Path(folder, "config.json").is_file():
@@ -227,13 +227,13 @@ def _of_folder(folder: Path) -> ResolvedModel:
     try:
         config = _transformers().AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{folder / 'config.json'} is no config of transformers: {error}") from error
+        raise ValueError(f"{folder / 'config.json'} is not a config of transformers: {error}") from error
     return ResolvedModel(name=folder.resolve().name, config=config, folder=folder, make=_OfConfig(config))
 
 
 @dataclass(frozen=True)
 class _OfConfig:
-    """Makes the causal language model of a config."""
+    """Builds the causal language model of a config."""
 
     config: Any
 
@@ -252,7 +252,7 @@ class _OfConfig:
 
 @dataclass(frozen=True)
 class _OfFunction:
-    """Makes the model that a function returns."""
+    """Builds a model by calling a function."""
 
     function: Callable[..., Any]
 
@@ -262,7 +262,7 @@ class _OfFunction:
 
 
 def _no_init_weights() -> Any:
-    """Return a context in which transformers and torch draw no values for parameters."""
+    """Return a context in which transformers and torch initialize no parameters."""
     _transformers()
     from transformers.initialization import no_init_weights
 

@@ -140,7 +140,7 @@ def test_what_is_no_model_is_refused_in_words(tmp_path: Path) -> None:
         ("opt_125m", "model_class 'opt_125m' is no folder here .*did you mean 'opt_125M'"),
         (str(tmp_path / "weights.pt"), "weights.pt' is a file.*named by `checkpoint`"),
         (tmp_path / "none", "has no config.json"),
-        (tmp_path / "broken", "config.json is no config of transformers"),
+        (tmp_path / "broken", "config.json is not a config of transformers"),
         (nn.Linear, "is the class Linear, which says no sizes"),
         (no_model, "no_model returns a Linear without a config of transformers"),
         (dict, "dict returns a dict; it must return a config"),

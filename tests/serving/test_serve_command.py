@@ -333,7 +333,7 @@ def test_what_cannot_be_served_is_refused_in_words(tiny: Path, tmp_path: Path) -
     assert "max_length=1000" in usage_error(folder, "--max-length", "1000")
     assert "max_length=1000" in usage_error(folder, "--max-length", "1000", "--tp", "2")
     assert "--api-key-file" in usage_error(folder, "--api-key-file", missing)
-    assert "is no folder, and so not one of a tokenizer" in usage_error(folder, "--tokenizer", missing)
+    assert "is not a folder, so it has no tokenizer" in usage_error(folder, "--tokenizer", missing)
     assert "kv_memory=2.0; it must be a fraction" in usage_error(folder, "--kv-memory", "2.0")
     assert "max_length=1; it must be at least 2" in usage_error(folder, "--max-length", "1")
     binary = tmp_path / "binary"

@@ -1,12 +1,11 @@
-"""Config of an adapter: what peft's `adapter_config.json` says, as far as it shapes the outputs of a model.
+"""Config of an adapter: the entries of peft's `adapter_config.json` that affect the outputs of a model.
 
 The formula is that of `products/_delta.py`, with
 
     scale = alpha / rank            or alpha / sqrt(rank) with `use_rslora` (2312.03732)
 
-where rank and alpha are those of the first pattern that matches the end of a layer's name, else the common
-ones. What we do not compute is refused by its name in that file: an adapter without it would answer something
-else without a word.
+with the rank and alpha of the first pattern that matches the end of a layer's name, else the common ones.
+Unsupported entries are refused by name: without them an adapter would silently give other answers.
 """
 
 import json
@@ -26,7 +25,7 @@ _HANDLED = frozenset(
         "use_rslora",
     }
 )  # fmt: skip
-# What belongs to training, to how the first values were found, or to who wrote the file.
+# Entries for training, for the initial values, or about the file's origin.
 _WITHOUT_EFFECT = frozenset(
     {
         "auto_mapping", "base_model_name_or_path", "corda_config", "eva_config", "fan_in_fan_out",
@@ -35,26 +34,26 @@ _WITHOUT_EFFECT = frozenset(
     }
 )  # fmt: skip
 _OFF: tuple[Any, ...] = (None, False, 0, "", "none", [], {})
-# Other ways to begin change the model's own weights, and the adapter is the difference to these.
+# Other initializations change the model's own weights, and the adapter is relative to these.
 _BEGINNINGS = (True, False, None, "gaussian", "eva", "orthogonal")
 _ALL_LINEAR = "all-linear"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterConfig:
-    """What an adapter's config says.
+    """Config of an adapter.
 
     Attributes:
-        rank: Rank of its layers, where no pattern says another one.
-        alpha: The numerator of its scale, likewise.
-        is_rank_stabilized: Whether the scale has the root of the rank in its denominator.
+        rank: Rank of its layers without a matching pattern.
+        alpha: Numerator of the scale of its layers without a matching pattern.
+        is_rank_stabilized: Whether the denominator of the scale is the root of the rank.
         rank_pattern: Ranks by patterns of names.
         alpha_pattern: Alphas by patterns of names.
-        targets: The layers that are adapted: ends of their names, or one pattern for whole names; None for
-            all linear layers but the head.
-        excluded: Those of them that are not, in the same two forms.
-        blocks: Numbers of the blocks whose layers are adapted; None for all.
-        block_patterns: What stands before the number of a block; empty for any name.
+        targets: The adapted layers: ends of their names, or one pattern for whole names; None for all linear
+            layers but the head.
+        excluded: Exceptions from these, in the same two forms.
+        blocks: Indices of the blocks with adapted layers; None for all.
+        block_patterns: Parts of the name before the index of a block; empty for any name.
     """
 
     rank: int
@@ -69,11 +68,11 @@ class AdapterConfig:
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterConfig":
-        """Read the config of a folder of peft's.
+        """Read the config in a folder of peft.
 
         Raises:
-            ValueError: `folder` has no config that can be read, or one that asks for what we do not compute;
-                all of it is named.
+            ValueError: `folder` has no readable config, or one with unsupported entries (the message lists
+                all).
         """
         path = folder / CONFIG_FILE
         try:
@@ -81,12 +80,12 @@ class AdapterConfig:
         except OSError as error:
             raise ValueError(f"{path}: {error.strerror}: an adapter is a folder as peft saves it") from error
         except ValueError as error:
-            raise ValueError(f"{path} is no JSON: {error}") from error
+            raise ValueError(f"{path} is not JSON: {error}") from error
         if not isinstance(fields, dict):
-            raise ValueError(f"{path} is no JSON object")
+            raise ValueError(f"{path} is not a JSON object")
         problems = list(_problems(fields))
         if problems:
-            raise ValueError(f"{path} asks for what is not served: {'; '.join(problems)}")
+            raise ValueError(f"{path} has unsupported entries: {'; '.join(problems)}")
         return cls._of(fields)
 
     @classmethod
@@ -110,20 +109,20 @@ class AdapterConfig:
         return self.rank_pattern.get(_first_match(self.rank_pattern, layer), self.rank)
 
     def scale_of(self, layer: str) -> float:
-        """Return what multiplies the delta of a layer, by its name in the model."""
+        """Return the factor of a layer's delta, by the layer's name in the model."""
         alpha = self.alpha_pattern.get(_first_match(self.alpha_pattern, layer), self.alpha)
         rank = self.rank_of(layer)
         return alpha / (math.sqrt(rank) if self.is_rank_stabilized else rank)
 
     def adapts(self, layer: str) -> bool | None:
-        """Return whether the config names a layer; None where that is left to the file's tensors."""
+        """Return whether the config names a layer; None if the tensors in the file decide."""
         if self.targets is None:
             return None
         if self.excluded and _names(self.excluded, layer):
             return False
         if not _names(self.targets, layer):
             return False
-        # A whole pattern, or a whole name, says which blocks by itself.
+        # A pattern or a full name already determines the blocks.
         if isinstance(self.targets, str) or layer in self.targets or self.blocks is None:
             return True
         number = _block_of(layer, self.block_patterns)
@@ -167,7 +166,7 @@ def _first_match(patterns: Mapping[str, Any], layer: str) -> str:
 
 
 def _block_of(layer: str, patterns: Sequence[str]) -> int | None:
-    """Return the number of the block that a layer is in: the first one in its name."""
+    """Return the index of a layer's block: the first number in its name."""
     before = [rf"(?:^|.*?\.){each}" for each in patterns] or [r".*?\.[^.]*"]
     found = (re.match(rf"{each}\.(\d+)\.", layer) for each in before)
     return next((int(match.group(1)) for match in found if match), None)

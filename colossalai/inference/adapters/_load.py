@@ -1,7 +1,7 @@
-"""Loading of adapters: peft's tensors compared with the layers of a model, and this rank's slices of them.
+"""Loading of adapters: checks peft's tensors against the layers of a model, and reads this rank's slices.
 
 peft's names are `base_model.model.`, the name of the layer in the model, and `.lora_A.weight` or
-`.lora_B.weight`. All that does not fit is said at once, for all adapters.
+`.lora_B.weight`. One error lists all mismatches of all adapters.
 """
 
 from collections.abc import Iterator, Mapping
@@ -21,10 +21,10 @@ from colossalai.tensor import PaddedSpec, ShardingSpec, set_spec, spec_of
 
 _FILES = ("adapter_model.safetensors", "adapter_model.bin")
 _PREFIX = "base_model.model."
-# With an adapted head peft saves the head itself, too, which the adapter has not changed.
+# With an adapted head peft also saves the head itself, which the adapter has not changed.
 _ENDS = {".lora_A.weight": "A", ".lora_B.weight": "B", ".base_layer.weight": "base"}
-_SAME_BASE = 0.01  # of the largest value: it may have been saved in another dtype
-# What other tensors of such a file belong to.
+_SAME_BASE = 0.01  # relative to the largest value: the dtype of the saved weight may differ
+# Features of the unsupported tensors in such a file.
 _REASONS = {
     ".lora_magnitude_vector": "DoRA",
     ".lora_embedding_": "LoRA of an embedding",
@@ -35,12 +35,12 @@ _REASONS = {
 
 @dataclass(frozen=True)
 class AdapterFile:
-    """An adapter that has been opened: its values are still in the file.
+    """An opened adapter; its values are still in the file.
 
     Attributes:
-        name: The name that requests ask for it by.
-        config: What its config says.
-        pairs: By the name of the layer "A" and "B", and sometimes "base", the layer's own weight.
+        name: Name of the adapter in requests.
+        config: Its config.
+        pairs: Tensors "A" and "B", and sometimes "base" (the layer's own weight), by the name of the layer.
         others: Names of further tensors.
     """
 
@@ -51,14 +51,13 @@ class AdapterFile:
 
     @classmethod
     def open(cls, name: str, folder: str | Path) -> "AdapterFile":
-        """Open a folder of peft's; collective.
+        """Open a folder of peft; collective.
 
         Raises:
-            ValueError: `folder` has no adapter, one that cannot be read without running code, or one that
-                asks for what is not served.
+            ValueError: `folder` has no adapter, or one that is unsupported or requires code to be read.
         """
         if not name:
-            raise ValueError(f"an adapter without a name, of {str(folder)!r}: requests ask for it by one")
+            raise ValueError(f"an adapter without a name, of {str(folder)!r}: requests select it by its name")
         found = [path for file in _FILES if (path := Path(folder) / file).is_file()]
         config = AdapterConfig.read(Path(folder))
         if not found:
@@ -75,7 +74,7 @@ class AdapterFile:
         return cls(name, config, pairs, tuple(others))
 
     def misfits(self, layers: Mapping[str, nn.Module]) -> Iterator[str]:
-        """Yield what does not fit a model, in words.
+        """Yield the mismatches with a model, as text.
 
         Args:
             layers: The modules of the whole model by name.
@@ -112,15 +111,15 @@ class AdapterFile:
 
 
 def check_adapters(model: nn.Module, folders: Mapping[str, str]) -> None:
-    """Refuse adapters that do not fit a model; collective where ranks load it.
+    """Check that adapters fit a model; collective if ranks load it.
 
     Args:
-        model: The whole model; it may be without memory.
-        folders: Folders of peft's by the names of the adapters.
+        model: The whole model, which may be without memory.
+        folders: Folders of peft by the names of the adapters.
 
     Raises:
-        ValueError: `folders` have adapters that ask for what is not served, or names and shapes that are not
-            the model's; all of it is said at once.
+        ValueError: `folders` have unsupported adapters, or adapters with other names and shapes than the
+            model (the message lists all).
     """
     layers = dict(model.named_modules(remove_duplicate=False))
     problems = []
@@ -137,21 +136,21 @@ def check_adapters(model: nn.Module, folders: Mapping[str, str]) -> None:
 def load_adapters(
     runner: Runner, folders: Mapping[str, str], received: Any = None
 ) -> dict[nn.Module, LinearDelta]:
-    """Return what adapters add to the linear layers of a model, or of this rank's part of it.
+    """Load the deltas of the linear layers of a model, or of this rank's part of it.
 
     Ranks that share layers call it together.
 
     Args:
-        runner: The model, or a stage of it; its shapes are known, its parts are what they were.
-        folders: Folders of peft's by the names of the adapters; the first one has number 1.
-        received: For a later stage, something of the kind that it is given.
+        runner: The model, or a stage of it, with known shapes and before its parts are replaced.
+        folders: Folders of peft by the names of the adapters; the first one has number 1.
+        received: For a later stage, an example of its input.
 
     Returns:
-        The deltas by the layers that they belong to.
+        The deltas by layer.
 
     Raises:
-        ValueError: `folders` have adapters that do not fit, or layers that are not called once for each
-            token, so that nobody knows whose rows are whose.
+        ValueError: `folders` have adapters that do not fit, or adapt layers that are not called once for
+            each token, so that their rows have no known request.
     """
     if not folders:
         return {}
@@ -165,7 +164,7 @@ def load_adapters(
             layer = layers.get(path)
             parts = None if layer is None else product_parts(layer)
             if is_stage and (layer is None or not any(True for _ in layer.parameters())) and parts is None:
-                continue  # another stage has it, and here nothing or a stand-in is in its place
+                continue  # the layer is on another stage
             if layer is None or parts is None:
                 raise ValueError(f"adapter {name!r}: {path}: {type(layer).__name__} cannot be adapted")
             names[layer] = path
@@ -193,7 +192,7 @@ def _in_features(parts: ProductParts) -> int:
 
 
 def _is_same(layer: Any, base: StoredTensor) -> bool:
-    """Return whether a layer has the values that were saved for it; one in codes is believed."""
+    """Return whether a layer has the values saved for it; not checked for a quantized one."""
     if isinstance(layer, QuantizedLinear):
         return True
     weight: Tensor = layer.weight
@@ -226,12 +225,12 @@ def _read(
 
 
 def _cuts(layer: Any, rank: int) -> tuple[ShardingSpec, ShardingSpec] | None:
-    """Return how A and B are cut where a layer is: as its inputs, and as its outputs."""
+    """Return the specs of A and B for a sharded layer: sharded like its inputs and its outputs."""
     is_quantized = isinstance(layer, QuantizedLinear)
     spec = spec_of(layer.codes if is_quantized else layer.weight)
     if spec is None:
         return None
-    if is_quantized and layer.way.bits == 4:  # texts of such layers differ from one process's
+    if is_quantized and layer.way.bits == 4:  # results of sharded layers differ from those of one process
         raise ValueError("adapters of layers in 4 bits are served by one tensor rank: leave tp or int4 out")
     is_out_first = is_quantized or bool(getattr(layer, "out_first", type(layer).__name__ != "Conv1D"))
     outputs, inputs = (0, 1) if is_out_first else (1, 0)

@@ -1,4 +1,4 @@
-"""What a service is told about its model, and the checkpoints that models are filled from."""
+"""Loading: the config of a service, and the checkpoints of its model."""
 
 from colossalai.inference.loading._metaseq import load_values as load_values
 from colossalai.inference.loading._metaseq import open_checkpoint as open_checkpoint

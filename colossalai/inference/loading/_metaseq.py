@@ -1,19 +1,19 @@
-"""Checkpoints that a model to serve is filled from: ours, those of Hugging Face, and metaseq's of OPT.
+"""Checkpoints of served models: our own formats, those of Hugging Face, and metaseq's for OPT.
 
-What differs between them are names. A model has those of transformers; a file or folder of Hugging Face may
-have those of an older version, or of the model without its head. metaseq's file of OPT, `restored.pt`, is a
-dictionary of torch whose entry "model" has
+They differ in names. The model has the names of transformers; a file or folder of Hugging Face may have those
+of an older version, or of the model without its head. metaseq's file of OPT, `restored.pt`, is a dictionary
+of torch whose entry "model" contains
 
-    decoder.version                                    a number of fairseq's; nothing here depends on it
+    decoder.version                                    a version of fairseq; ignored
     decoder.embed_tokens.weight                        (vocabulary, width)
-    decoder.output_projection.weight                   the same values again, or left out: it is tied
+    decoder.output_projection.weight                   the same values again, or missing: it is tied
     decoder.embed_positions.weight                     (positions + 2, width): position 0 is row 2, as in
                                                        transformers
     decoder.layers.N.self_attn.{q,k,v,out}_proj.*      (width, width) and (width,)
-    decoder.layers.N.self_attn.qkv_proj.*              or these three one behind the other: key, value, query
+    decoder.layers.N.self_attn.qkv_proj.*              or the first three concatenated: key, value, query
     decoder.layers.N.{self_attn_layer_norm, fc1, fc2, final_layer_norm}.*
-    decoder.layer_norm.*                               the norm behind the last block
-    decoder.project_{in,out}_dim.weight                where the embedding has another width
+    decoder.layer_norm.*                               the norm after the last block
+    decoder.project_{in,out}_dim.weight                if the embedding has another width
 
 The order in `qkv_proj` is that of metaseq's sequence-parallel block, in spite of the name (transformers, pull
 request 21519).
@@ -53,38 +53,38 @@ _RENAMED: Mapping[str, str] = {
 }
 _FUSED, _ORDER = ".self_attn.qkv_proj.", ("k_proj", "v_proj", "q_proj")
 _FORMER_BUFFERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"attn\.masked_bias$")
-"""Buffers that older versions of transformers saved, and that are computed today."""
+"""Buffers that older versions of transformers saved, and newer ones compute."""
 
 
 def open_checkpoint(path: str | Path) -> OpenedModel:
-    """Open the weights of a checkpoint; collective. Nothing but plain values and tensors is restored.
+    """Open the weights of a checkpoint; collective. Only plain values and tensors are unpickled.
 
     Args:
-        path: A folder or file of ours (a training state, too), a folder of `save_pretrained` or one of its
+        path: A folder or file of ours (also a training state), a `save_pretrained` folder or one of its
             files, or metaseq's `restored.pt`.
 
     Raises:
-        ValueError: The checkpoint is damaged, holds no weights, or needs code to be restored.
-        OSError: The checkpoint cannot be read.
+        ValueError: `path` is damaged, contains no weights, or requires code to be unpickled.
+        OSError: `path` cannot be read.
     """
-    with torch.serialization.safe_globals([argparse.Namespace]):  # how metaseq was called, beside "model"
+    with torch.serialization.safe_globals([argparse.Namespace]):  # metaseq's arguments, next to "model"
         return open_model(path, content=_weights_in)
 
 
 def load_values(model: nn.Module, checkpoint: str | Path | OpenedModel) -> LoadReport:
-    """Fill a model with the values of a checkpoint, in the dtype that the model has; collective.
+    """Load the values of a checkpoint into a model, in the model's dtype; collective.
 
     Args:
-        model: A model of transformers, or a stage of one. It may be cut over ranks: each copies its own
-            slices. A lazily built one gets its memory here, and keeps nothing of its initial values.
-        checkpoint: As for `open_checkpoint`, or what that returned.
+        model: A model of transformers, or a stage of one. It may be sharded over ranks: each copies its own
+            slices. A lazily built one is materialized here, without its initial values.
+        checkpoint: As for `open_checkpoint`, or its result.
 
     Returns:
-        What did not fit: nothing, or an error would have been raised.
+        A report without mismatches, which would have raised an error.
 
     Raises:
-        ValueError: `checkpoint` cannot be opened, or has names or shapes that are not the model's; all of
-            these are named, and no value was overwritten.
+        ValueError: `checkpoint` cannot be opened, or differs from the model in names or shapes (the message
+            lists all); no value was overwritten.
         OSError: `checkpoint` cannot be read.
     """
     opened = checkpoint if isinstance(checkpoint, OpenedModel) else open_checkpoint(checkpoint)
@@ -99,12 +99,12 @@ def fill_from(
     *,
     apply: Callable[[ModelLoadPlan], None] | None = None,
 ) -> LoadReport:
-    """Fill a model with the values of a checkpoint, by the names of transformers; see `load_values`.
+    """Load the values of a checkpoint into a model, by the names of transformers; see `load_values`.
 
     Args:
         model: The model.
         checkpoint: The checkpoint.
-        apply: Does the filling, of a model that may be lazy; None for one that has memory.
+        apply: Function that copies the values, for models that may be lazy; None for a materialized one.
     """
     opened = checkpoint if isinstance(checkpoint, OpenedModel) else open_checkpoint(checkpoint)
     for stage in model.modules():
@@ -115,7 +115,7 @@ def fill_from(
 
 @dataclass(frozen=True)
 class NamesOf:
-    """Gives the tensors of a checkpoint the names that a model of transformers has for them.
+    """Maps the tensor names of a checkpoint to those of a model of transformers.
 
     Attributes:
         model: The model, or a stage of it.
@@ -124,11 +124,11 @@ class NamesOf:
     model: nn.Module
 
     def __call__(self, stored: dict[str, Any], names: Set[str]) -> dict[str, Any]:
-        """Return the tensors by these names; what fits none keeps its own.
+        """Return the tensors by the model's names; a tensor without a match keeps its own.
 
         Args:
             stored: The tensors by their names in the checkpoint.
-            names: All names of the model, on whatever ranks.
+            names: All names of the model, over all ranks.
         """
         whole: Any = self.model.model if isinstance(self.model, ModelStage) else self.model
         is_opt = getattr(getattr(whole, "config", None), "model_type", None) == "opt"
@@ -145,7 +145,7 @@ class NamesOf:
 
 
 def _tell_ties(stage: ModelStage) -> None:
-    """Let what other stages hold, too, be found in a checkpoint by the names that it has there."""
+    """Mark parameters shared with other stages as tied, so that a checkpoint may have either name."""
     params = dict(stage.named_parameters(remove_duplicate=False))
     for tie in stage.ties:
         for name in tie.names:
@@ -154,14 +154,14 @@ def _tell_ties(stage: ModelStage) -> None:
 
 
 def _weights_in(content: object) -> object:
-    """Return the weights out of a torch file that has other things beside them."""
+    """Return the weights in the content of a torch file, which may have other entries."""
     if isinstance(content, dict) and isinstance(content.get("model"), dict):
         return content["model"]
     return content
 
 
 def _as_transformers(stored: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield what metaseq's OPT has by the names of transformers; query, key and value are apart."""
+    """Yield tensors of metaseq's OPT by the names of transformers; query, key and value are split."""
     for name, value in stored.items():
         if name == _VERSION:
             continue
@@ -177,7 +177,7 @@ def _as_transformers(stored: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _renamed(stored: dict[str, Any], names: Set[str], model: Any) -> dict[str, Any]:
-    """Return tensors under the names that transformers has today for those of its older versions."""
+    """Map tensor names of older versions of transformers to the current ones."""
     if not any(name not in names for name in stored) or not hasattr(model, "is_custom_code"):
         return stored
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -198,7 +198,7 @@ def _renamed(stored: dict[str, Any], names: Set[str], model: Any) -> dict[str, A
 
 
 def _with_base_prefix(stored: dict[str, Any], names: Set[str], prefix: str) -> dict[str, Any]:
-    """Return tensors that were saved of a model without its head under their names in one that has a head."""
+    """Add the prefix of the base model to the names of a model saved without its head."""
     start = f"{prefix}."
     if not prefix or any(name.startswith(start) for name in stored):
         return stored

@@ -1,8 +1,8 @@
-"""Quantized models: made layer by layer while a checkpoint is read, saved, and loaded as they were saved.
+"""Quantized models: quantized layer by layer while a checkpoint is read, saved, and loaded as saved.
 
-A linear layer of a lazily built model gets no memory: its weight is read, becomes codes, and is gone before
-the next one is read. What ranks hold of codes and scales is said by specs like those of the weight, so that
-they are saved and loaded under any cut.
+A linear layer of a lazily built model is never materialized: its weight is read, quantized, and freed before
+the next one is read. Codes and scales have specs like those of the weight, so they can be saved and loaded
+under any sharding.
 """
 
 import json
@@ -44,26 +44,26 @@ _IN_CONFIG = "quantization"
 
 
 def saved_way(config: Any) -> QuantizationWay | None:
-    """Return how the model of a config was quantized before it was saved; None if it was not."""
+    """Return the quantization of a saved model by its config; None for none."""
     saved = getattr(config, _IN_CONFIG, None)
     return None if saved is None else QuantizationWay.of(saved["way"])
 
 
 def load_quantized(model: nn.Module, checkpoint: str | Path, way: QuantizationWay) -> LoadReport:
-    """Fill a lazily built model from a checkpoint, its linear layers in codes; collective.
+    """Load a checkpoint into a lazily built model and quantize its linear layers; collective.
 
-    Beside the result there is memory for one weight at a time.
+    The peak memory is the result plus one weight.
 
     Args:
-        model: A model of transformers or a stage of one, lazily built; it may be cut over ranks.
-        checkpoint: As for `load_values`; its values are not quantized.
-        way: How.
+        model: A model of transformers or a stage of one, lazily built; it may be sharded over ranks.
+        checkpoint: As for `load_values`, with unquantized values.
+        way: Format of the quantized weights.
 
     Returns:
-        What did not fit: nothing, or an error would have been raised.
+        A report without mismatches, which would have raised an error.
 
     Raises:
-        ValueError: `checkpoint` does not fit, or no layer of `model` can be stored in this `way`.
+        ValueError: `checkpoint` does not fit, or no layer of `model` can have the format `way`.
         OSError: `checkpoint` cannot be read.
     """
 
@@ -83,24 +83,24 @@ def load_quantized(model: nn.Module, checkpoint: str | Path, way: QuantizationWa
 
 
 def quantize_stored(part: nn.Module, way: QuantizationWay, stored: Mapping[int, StoredTensor]) -> None:
-    """Let the linear layers within a part of a model be in codes of stored values, one after the other.
+    """Quantize the linear layers within a part of a model from stored values, one after another.
 
     Args:
-        part: What holds the layers, which may be without memory; those that cannot be quantized stay.
-        way: How.
-        stored: The values by the ids of the layers' tensors.
+        part: Parent of the layers, which may be without memory; unsupported layers stay unchanged.
+        way: Format of the quantized weights.
+        stored: Stored values by the ids of the layers' tensors.
     """
     for layer in _quantizable(part, way, []):
         layer.replace(_quantized(layer, stored))
 
 
 def load_saved(model: nn.Module, checkpoint: str | Path, way: QuantizationWay) -> LoadReport:
-    """Fill a lazily built model from a folder of `save_quantized`; collective.
+    """Load a folder of `save_quantized` into a lazily built model; collective.
 
     Args:
         model: As for `load_quantized`.
         checkpoint: The folder.
-        way: How it was quantized.
+        way: Format of the quantized weights.
 
     Raises:
         ValueError: `checkpoint` does not fit.
@@ -111,14 +111,14 @@ def load_saved(model: nn.Module, checkpoint: str | Path, way: QuantizationWay) -
 
 
 def put_codes(model: nn.Module, way: QuantizationWay) -> None:
-    """Put layers in codes, without values, in the place of the linear layers of a model; it is changed.
+    """Replace the linear layers of a model by quantized ones without values; modifies the model in place.
 
     Args:
-        model: A model without values, which may be cut over ranks.
-        way: How the weights are stored.
+        model: A model without values, which may be sharded over ranks.
+        way: Format of the quantized weights.
 
     Raises:
-        ValueError: No layer of `model` can be stored in this `way`.
+        ValueError: No layer of `model` can have the format `way`.
     """
     kept: list[str] = []
     for layer in _layers(model, way, kept):
@@ -127,14 +127,14 @@ def put_codes(model: nn.Module, way: QuantizationWay) -> None:
 
 @torch.no_grad()
 def quantize_model(model: nn.Module, way: QuantizationWay) -> nn.Module:
-    """Quantize the linear layers of a model in memory, one after the other; it is changed.
+    """Quantize the linear layers of a model in memory, one after another; modifies the model in place.
 
     Args:
-        model: The model, whole.
-        way: How.
+        model: The model, unsharded.
+        way: Format of the quantized weights.
 
     Raises:
-        ValueError: No layer of `model` can be stored in this `way`, or it is cut over ranks.
+        ValueError: No layer of `model` can have the format `way`, or it is sharded over ranks.
     """
     kept: list[str] = []
     for layer in _layers(model, way, kept):
@@ -149,15 +149,15 @@ def quantize_model(model: nn.Module, way: QuantizationWay) -> nn.Module:
 
 
 def save_quantized(model: nn.Module, folder: str | Path, *, source: str | Path | None = None) -> None:
-    """Save a quantized model, so that it is loaded without being quantized again; collective.
+    """Save a quantized model, to be loaded without another quantization; collective.
 
     The codes, scales and zero points of a layer `name` are stored as `name.codes`, `name.scales` and
-    `name.zeros` in safetensors, and the way is the entry `quantization` of config.json.
+    `name.zeros` in safetensors, and the format is the entry `quantization` of config.json.
 
     Args:
-        model: What `load_model` returned with `quantize`, before an engine was built of it.
-        folder: Where to.
-        source: The folder that it was loaded from, whose tokenizer and generation config are copied.
+        model: Result of `load_model` with `quantize`, before an engine is built of it.
+        folder: Destination.
+        source: Folder that the model was loaded from, whose tokenizer and generation config are copied.
 
     Raises:
         ValueError: `model` is not quantized.
@@ -175,7 +175,7 @@ def save_quantized(model: nn.Module, folder: str | Path, *, source: str | Path |
 
 
 def _finish_folder(target: Path, way: str, source: Path | None) -> None:
-    """Say in its config how the weights are quantized, and add what is no weights of the model's folder."""
+    """Add the quantization to the config, and copy the other files of the model's folder."""
     said = json.loads((target / "config.json").read_text(encoding="utf-8"))
     with atomic_file(target / "config.json") as draft:
         draft.write_text(json.dumps(said | {_IN_CONFIG: {"way": way}}, indent=2), encoding="utf-8")
@@ -187,7 +187,7 @@ def _finish_folder(target: Path, way: str, source: Path | None) -> None:
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer that is to be quantized: where it is, its parts, how its weight is cut."""
+    """A linear layer to be quantized: its parent, parts and sharding."""
 
     parent: nn.Module
     name: str
@@ -196,14 +196,14 @@ class _Layer:
     way: QuantizationWay
     spec: ShardingSpec | None
     is_out_first: bool
-    names: tuple[str, ...]  # of the weight: several where it is tied
+    names: tuple[str, ...]  # of the weight; several if it is tied
 
     def replace(self, layer: nn.Module) -> None:
-        """Put another layer in its place."""
+        """Replace the layer by another one."""
         setattr(self.parent, self.name, layer)
 
     def spec_of(self, columns: int) -> ShardingSpec | None:
-        """Return how codes or scales of the weight are cut: (out, columns), or (out,) for 0 columns."""
+        """Return the spec of codes or scales of the weight: (out, columns), or (out,) for 0 columns."""
         spec = self.spec
         if spec is None:
             return None
@@ -219,18 +219,18 @@ class _Layer:
 
     @property
     def whole_inputs(self) -> int:
-        """Inputs of the layer on all ranks together."""
+        """Number of inputs of the layer before sharding."""
         dim = 1 if self.is_out_first else 0
         size: int = self.spec.shape[dim] if self.spec is not None else self.layer.weight.shape[dim]
         return size
 
     @property
     def is_cut_by_inputs(self) -> bool:
-        """Whether ranks have different inputs of it."""
+        """Whether its inputs are sharded over ranks."""
         return self.spec is not None and bool(self.spec.dims[1 if self.is_out_first else 0])
 
     def columns(self) -> dict[str, tuple[int, torch.dtype]]:
-        """Return the columns that its tensors in codes have as a whole, 0 for no second dimension."""
+        """Return the columns of its unsharded quantized tensors, 0 for one without a second dimension."""
         way, inputs = self.way, self.whole_inputs
         if way.bits == 8:
             return {"codes": (inputs, torch.int8), "scales": (0, torch.float32)}
@@ -240,7 +240,7 @@ class _Layer:
 
 
 def _layers(model: nn.Module, way: QuantizationWay, kept: list[str]) -> Iterator[_Layer]:
-    """Yield the linear layers that can be quantized, of which there must be one; see `_quantizable`."""
+    """Yield the linear layers that can be quantized, at least one; see `_quantizable`."""
     found = _quantizable(model, way, kept)
     if not found:
         raise ValueError(
@@ -251,7 +251,7 @@ def _layers(model: nn.Module, way: QuantizationWay, kept: list[str]) -> Iterator
 
 
 def _quantizable(model: nn.Module, way: QuantizationWay, kept: list[str]) -> list[_Layer]:
-    """Return the linear layers that can be quantized; note the names of the others in `kept`."""
+    """Return the linear layers that can be quantized; append the names of the others to `kept`."""
     found = []
     names: dict[int, list[str]] = {}
     for path, param in model.named_parameters(remove_duplicate=False):
@@ -283,7 +283,7 @@ def _fits(layer: _Layer) -> bool:
     try:
         for columns, _ in layer.columns().values():
             layer.spec_of(columns)
-    except ValueError:  # the cut goes through a group
+    except ValueError:  # a shard boundary would be inside a group
         return False
     return True
 
@@ -298,10 +298,10 @@ def _say_kept(kept: list[str], way: QuantizationWay) -> None:
 
 
 def _quantized(layer: _Layer, stored: Mapping[int, StoredTensor]) -> QuantizedLinear:
-    """Return a layer in codes of the values that a checkpoint has for it."""
+    """Return a quantized layer with the values of a checkpoint."""
     weight, bias = layer.layer.weight, layer.layer.bias
     spec = layer.spec
-    # Scales are those of the whole, so a rank that has some of its inputs reads all of them.
+    # Scales are those of the whole weight, so a rank with a part of the inputs reads all of them.
     is_whole = spec is None or layer.is_cut_by_inputs
     shape = weight.shape if spec is None or not is_whole else spec.whole_shape
     values = torch.zeros(shape, dtype=weight.dtype)
@@ -323,7 +323,7 @@ def _cut(layer: _Layer, name: str, whole: Tensor) -> Tensor:
 
 
 def _read(like: Tensor, stored: StoredTensor) -> Tensor:
-    """Return what this rank has of a stored tensor, cut as a lazy one is."""
+    """Return this rank's slice of a stored tensor, by the spec of a lazy one."""
     values = torch.zeros(like.shape, dtype=like.dtype)
     spec = spec_of(like)
     if spec is not None:
@@ -333,7 +333,7 @@ def _read(like: Tensor, stored: StoredTensor) -> Tensor:
 
 
 def _empty(layer: _Layer) -> QuantizedLinear:
-    """Return a layer in codes without values."""
+    """Return a quantized layer without values."""
     made = {}
     for name, (columns, dtype) in layer.columns().items():
         out, inputs = layer.parts.weight.shape if isinstance(layer.parts.weight, Tensor) else (0, 0)
@@ -357,7 +357,7 @@ def _linear(layer: _Layer, weight: QuantizedWeight, bias: Tensor | None) -> Quan
             set_spec(getattr(weight, name), spec)
     parts = layer.parts
     source = twin_of(layer.layer, without_memory)
-    if len(layer.names) > 1:  # the other place is no parameter of the quantized model, or another one
+    if len(layer.names) > 1:  # the tied tensor is a separate parameter of the quantized model, or none
         set_tied_names(source.get_parameter("weight"), layer.names)
     return QuantizedLinear(
         weight,

@@ -1,8 +1,8 @@
-"""New values for a model that is served: from a checkpoint or from memory, one part after the other.
+"""Weight updates of a served model: from a checkpoint or from memory, one part after another.
 
-Parts that were replaced by faster ones have no parameters any more. What is kept of them is a skeleton: the
-modules as they were, without memory. It is compared with what is new before anything changes. Then one part
-after the other is given its values there, is taken over by what does its work now, and is gone.
+Parts replaced by faster ones have lost their parameters. A skeleton remains: the original modules without
+memory. New values are compared with it before anything changes. Then each part gets its values in a copy of
+the skeleton, is packed by its faster replacement, and is freed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,16 +20,16 @@ from colossalai.inference.products import FasterPart, FastModel, QuantizedLinear
 from colossalai.tensor import set_spec, spec_of
 
 WeightSource = str | Path | nn.Module | Mapping[str, Tensor] | Iterable[tuple[str, Tensor]]
-"""New values: a file or folder as for `open_checkpoint`; in memory a model, or tensors by name."""
+"""Source of new values: a file or folder as for `open_checkpoint`; in memory a model, or tensors by name."""
 
 _CODES = ".codes"
 
 
 def open_source(source: WeightSource) -> OpenedModel:
-    """Return new values, of which names and shapes are known; collective for files.
+    """Open new values, so that their names and shapes are known; collective for files.
 
     Raises:
-        ValueError: `source` is a damaged checkpoint, or holds anything but whole tensors by name.
+        ValueError: `source` is a damaged checkpoint, or contains anything but whole tensors by name.
         OSError: `source` cannot be read.
     """
     from torch.distributed.tensor import DTensor  # in the function: half a second of imports
@@ -47,15 +47,15 @@ def open_source(source: WeightSource) -> OpenedModel:
 
 
 class ServedWeights:
-    """The values of a model that is served, or of this rank's part of it, as something that is replaced.
+    """The values of a served model, or of this rank's part of it, with updates.
 
     Args:
-        model: The model; its parts are still what they were.
-        device: Where it is.
+        model: The model, before its parts are replaced.
+        device: Device of the model.
         is_owned: Whether its parts will be replaced by faster ones.
 
     Attributes:
-        is_torn: Whether an update has failed on the way, on whatever rank: some values are new, others old.
+        is_torn: Whether an update has failed midway on any rank, with some values new and others old.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, is_owned: bool) -> None:
@@ -79,7 +79,7 @@ class ServedWeights:
             self._in_codes = twin_of(model, without_memory)
 
     def note_replaced(self, replaced: Mapping[str, FasterPart | FastModel]) -> None:
-        """Hear which parts of the model are faster ones from now on, by name."""
+        """Record the faster replacements of parts, by name."""
         parts = {name: fast for name, fast in replaced.items() if not isinstance(fast, FastModel)}
         self._targets = {
             name: target
@@ -88,13 +88,13 @@ class ServedWeights:
         }
 
     def load(self, source: WeightSource) -> None:
-        """Replace all values; collective. Beside the result there is memory for those of one part.
+        """Replace all values; collective. The peak memory is the result plus one part.
 
         Args:
             source: The new values.
 
         Raises:
-            ValueError: `source` does not fit: all names and shapes that do not are said, and nothing has
+            ValueError: `source` does not fit (the message lists all names and shapes) and nothing has
                 changed; or, with `is_torn`, it could not be read to its end.
             OSError: `source` cannot be read; nothing has changed.
         """
@@ -110,11 +110,11 @@ class ServedWeights:
         except BaseException:
             self.is_torn |= was_torn
             raise
-        self.is_torn = False  # all ranks have told each other so
+        self.is_torn = False  # all ranks have succeeded: `fill_from` exchanges their errors
 
     def _apply(self, skeleton: nn.Module | None, plan: ModelLoadPlan) -> None:
         if plan.computed:
-            raise ValueError(f"{', '.join(plan.computed)} are no tensors, and cannot be replaced")
+            raise ValueError(f"{', '.join(plan.computed)} are not tensors, and cannot be replaced")
         self.is_torn = True
         stored = {id(tensor): found for tensor, found in plan.copies}
         num_done = 0
@@ -138,8 +138,8 @@ class ServedWeights:
         """Replace the values of one part of the model.
 
         Args:
-            target: The part, or what does its work.
-            part: What it was, without memory.
+            target: The part, or its replacement.
+            part: The original part, without memory.
             stored: The new values, by the ids of the tensors of `part`.
         """
         if isinstance(target, QuantizedLinear):
@@ -152,12 +152,12 @@ class ServedWeights:
             held = {**target._parameters, **target._buffers}
             like = {**part._parameters, **part._buffers}
             pairs = ((name, stored.get(id(tensor))) for name, tensor in like.items())
-            # Buffers that no checkpoint has, as frequencies of angles, may be gone into a faster part.
+            # Buffers outside checkpoints, such as rotary frequencies, may have been moved into a faster part.
             new = {name: found for name, found in pairs if found is not None}
             fill([(own, new[name]) for name, own in held.items() if own is not None and name in new])
 
     def _filled(self, part: nn.Module, stored: Mapping[int, StoredTensor]) -> nn.Module:
-        """Return a part of the skeleton with values; what it holds may be memory of the source."""
+        """Return a part of the skeleton with values, which may share memory with the source."""
         holder = nn.Module()
         holder.add_module("part", twin_of(part, lambda tensor: tensor))
         if self._way is not None:
@@ -173,7 +173,7 @@ class ServedWeights:
         return twin_of(holder.get_submodule("part"), with_values)
 
     def _values(self, like: Tensor, stored: StoredTensor) -> Tensor:
-        """Return what this rank has of a stored tensor, in the dtype and cut of one without memory."""
+        """Return this rank's slice of a stored tensor, with the dtype and spec of a tensor without memory."""
         spec, view = spec_of(like), stored.view()
         is_kept = like.dim() < 2 or not is_packed(self._device, like.dtype)
         is_same = view is not None and (view.dtype, view.device) == (like.dtype, self._device)

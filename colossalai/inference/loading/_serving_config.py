@@ -1,7 +1,7 @@
-"""Serving config: the documented names of a service's config file as one frozen value.
+"""Serving config: the config file of a service as one frozen value with the documented names.
 
-Such a file is Python (or YAML or JSON): `model_class = opt_125M`, `checkpoint = "..."`, `tp_init_size = 2`.
-All that is wrong in one is said together, before a process starts.
+The file is Python (or YAML or JSON): `model_class = opt_125M`, `checkpoint = "..."`, `tp_init_size = 2`. One
+error lists all its mistakes, before a process starts.
 """
 
 import dataclasses
@@ -24,37 +24,39 @@ _PORTS = (0, 65535)
 
 @dataclass(frozen=True, kw_only=True)
 class ServingConfig:
-    """What is served, on which ranks, and how it is reached.
+    """Config of a service: the model, the ranks and the server.
 
     Attributes:
-        model_class: The model: a function of `colossalai.inference.models`, its name, a function of one's own
-            that returns a config of transformers or a model, or a folder of `save_pretrained`.
-        model_type: "gpt" for any model that continues a text, or the `model_type` of the model's config,
-            which it is compared with.
-        host: Address at which the ranks meet.
-        port: Port at which the ranks meet; 0 for any free one.
-        half: Whether parameters have 16 bits: bfloat16 where the model's config says so, else float16. False:
-            float32. None: what the model's config says.
-        checkpoint: The values: a folder or file of ours, of Hugging Face, or metaseq's `restored.pt`; None:
-            those in the folder that `model_class` is.
-        backend: Communication library of the ranks, as of `colossalai.launch`.
-        tp_init_size: Number of ranks that share each layer.
-        pp_init_size: Number of stages that share the layers.
-        engine_server: What is called with this config and returns the service; None: the package's own.
-        tokenizer_path: Folder of the tokenizer; None: that of `model_class`, or else of `checkpoint`.
-        server_host: Address at which the service listens.
-        server_port: Port at which the service listens; 0 for any free one.
-        log_level: Least urgent messages of the server that are shown: one of `LOG_LEVELS`.
-        allow_cors: Whether pages of other origins may ask the service.
-        executor_max_batch_size: Most requests that are computed at once.
-        executor_max_queue_size: Most requests that wait; 0 for any number.
-        cache_size: Most requests whose answers are kept; 0 keeps none.
-        cache_list_size: Most answers that are kept of one request.
-        fixed_cache_keys: Requests whose answers stay in the cache, as (prompt, max_tokens).
-        timeout_keep_alive: Seconds after which a connection without a request is closed.
+        model_class: The model: a function of `colossalai.inference.models`, its name, a user's function that
+            returns a config or a model of transformers, or a `save_pretrained` folder.
+        model_type: "gpt" for any causal language model, or the `model_type` of the model's config, which is
+            checked.
+        host: Address of the ranks' rendezvous.
+        port: Port of the ranks' rendezvous; 0 for any free one.
+        half: Whether parameters have 16 bits: bfloat16 if that is the dtype in the model's config, else
+            float16.
+            False: float32. Default: the dtype in the model's config.
+        checkpoint: The values: a folder or file of ours, of Hugging Face, or metaseq's `restored.pt`.
+            Default: the folder `model_class`.
+        backend: Communication backend of the ranks, as for `colossalai.launch`.
+        tp_init_size: Number of tensor parallel ranks.
+        pp_init_size: Number of pipeline stages.
+        engine_server: Function that is called with this config and returns the service. Default: the
+            package's.
+        tokenizer_path: Folder of the tokenizer. Default: that of `model_class`, else of `checkpoint`.
+        server_host: Address of the HTTP server.
+        server_port: Port of the HTTP server; 0 for any free one.
+        log_level: Lowest level of the server's log: one of `LOG_LEVELS`.
+        allow_cors: Whether to accept requests from pages of other origins.
+        executor_max_batch_size: Maximum number of concurrent requests.
+        executor_max_queue_size: Maximum number of queued requests; 0 for no limit.
+        cache_size: Capacity of the answer cache in requests; 0 to disable it.
+        cache_list_size: Maximum number of cached answers of one request.
+        fixed_cache_keys: Requests whose answers are pinned in the cache, as (prompt, max_tokens).
+        timeout_keep_alive: Seconds until an idle connection is closed.
 
     Raises:
-        ConfigException: A field is of a wrong type or out of its range; all such are named.
+        ConfigException: A field has a wrong type or is out of range; the message lists all such fields.
     """
 
     model_class: ModelClass
@@ -91,7 +93,7 @@ class ServingConfig:
         """Read a config file.
 
         Raises:
-            ConfigException: `path` cannot be read or run, or holds a key or a value that is not allowed.
+            ConfigException: `path` cannot be read or run, or has an invalid key or value.
         """
         try:
             return cls.from_config(Config.from_file(path))
@@ -101,20 +103,20 @@ class ServingConfig:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> Self:
-        """Return what the items of a config say.
+        """Build the config from the items of a mapping.
 
         Raises:
-            ConfigException: `config` lacks `model_class`, or has a key or a value that is not allowed.
+            ConfigException: `config` lacks `model_class`, or has an invalid key or value.
         """
         known = [field.name for field in dataclasses.fields(cls)]
         _refuse([*_unknown(config, known), *([] if "model_class" in config else [_MISSING_MODEL])])
         return cls(**config)
 
     def resolve(self) -> ResolvedModel:
-        """Return the model that is to be served, without memory.
+        """Return the model to serve, without memory.
 
         Raises:
-            ConfigException: `model_class` stands for no model, is of another `model_type`, or has no values
+            ConfigException: `model_class` is not a model, is of another `model_type`, or has no values
                 without a `checkpoint`.
         """
         try:
@@ -135,7 +137,7 @@ class ServingConfig:
         return model
 
     def dtype_of(self, model: ResolvedModel) -> torch.dtype:
-        """Return the dtype in which a model is served."""
+        """Return the dtype of a served model."""
         published = model.config.dtype or torch.float32
         assert isinstance(published, torch.dtype), "transformers reads its name"
         if self.half is None:
@@ -145,7 +147,7 @@ class ServingConfig:
         return torch.bfloat16 if published == torch.bfloat16 else torch.float16
 
     def _misfit(self, name: str) -> str:
-        """Return what is wrong with a field, "" for nothing."""
+        """Return the error message of a field, "" for a valid one."""
         value, (is_fit, allowed) = getattr(self, name), _ALLOWED[name]
         return "" if is_fit(value) else f"{name} is {value!r:.80}; it must be {allowed}"
 

@@ -1,7 +1,7 @@
-"""Skeletons: a model's modules again, with other tensors in the place of its own, or with none in memory.
+"""Skeletons: copies of a model's modules with other tensors, or with tensors without memory.
 
-A model that only serves has lost its parameters to faster parts. What is left of them are their names, shapes
-and cuts: a skeleton, against which a checkpoint is compared, and of which single parts get values again.
+A model for inference loses its parameters to faster parts. Their names, shapes and specs remain in a
+skeleton: checkpoints are compared with it, and single parts of it get values again.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,12 +16,12 @@ def twin_of(
     *,
     instead_of: Mapping[nn.Module, nn.Module] | None = None,
 ) -> nn.Module:
-    """Return a module with modules of its own, which share all but their tensors with the original ones.
+    """Copy a module and its submodules, sharing all attributes except tensors with the original ones.
 
     Args:
         module: The original.
-        tensor_of: Returns the tensor that stands for one of its parameters and buffers; tied ones stay tied.
-        instead_of: What to copy in the place of some modules in it.
+        tensor_of: Returns the replacement of a parameter or buffer; tied ones stay tied.
+        instead_of: Replacements of some modules to copy.
     """
     modules: dict[nn.Module, nn.Module] = {}
     tensors: dict[int, Tensor] = {}
@@ -50,7 +50,7 @@ def twin_of(
 
 
 def without_memory(tensor: Tensor) -> Tensor:
-    """Return a tensor like another one, which says how it is cut and tied, on the meta device."""
+    """Return a meta tensor like another one, with its spec and ties."""
     made: Tensor = torch.empty_like(tensor.detach(), device="meta")
     if isinstance(tensor, nn.Parameter):
         made = nn.Parameter(made, requires_grad=False)

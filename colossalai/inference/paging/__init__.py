@@ -1,4 +1,4 @@
-"""Models with a paged cache: attention over blocks, paged calls, and steps on one rank."""
+"""Paged KV cache: attention over blocks, paged calls of a model, and steps on one rank."""
 
 from colossalai.inference.paging._adapter_rows import AdapterRows as AdapterRows
 from colossalai.inference.paging._attention import AttentionOptions as AttentionOptions

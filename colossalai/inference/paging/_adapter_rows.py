@@ -1,7 +1,7 @@
-"""Rows of a step by adapter: which of its tokens belong to answers that asked for one.
+"""Rows of a step by adapter: the tokens of requests that use each adapter.
 
-The numbers of adapters travel with a step, one for each chunk; 0 is the model itself. What adds something to
-the output of a layer asks the call that it is in for them, so that nothing is kept between two steps.
+The adapter numbers are part of a step, one for each chunk; 0 is the model itself. Code that adds to the
+output of a layer reads the rows from the current paged call, so no state remains between two steps.
 """
 
 from collections.abc import Sequence
@@ -17,8 +17,8 @@ class AdapterRows:
     """The rows of a matrix by adapter.
 
     Attributes:
-        groups: For each adapter that has some: its number, from 1 on, and the rows.
-        num_rows: All rows, those without an adapter included.
+        groups: For each adapter with rows: its number, from 1 on, and its rows.
+        num_rows: Number of all rows, including those without an adapter.
     """
 
     groups: Sequence[tuple[int, Tensor]]
@@ -26,11 +26,11 @@ class AdapterRows:
 
     @classmethod
     def of(cls, numbers: np.ndarray, device: torch.device) -> "AdapterRows | None":
-        """Return the rows by adapter; None where no row has one.
+        """Group rows by adapter; None if no row has one.
 
         Args:
-            numbers: (rows,) the number of each one's adapter, 0 for none.
-            device: Where the model is.
+            numbers: (rows,) number of each row's adapter, 0 for none.
+            device: Device of the model.
         """
         present = np.unique(numbers[numbers > 0]).tolist()
         if not present:

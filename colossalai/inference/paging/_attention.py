@@ -1,24 +1,23 @@
 """Paged attention: keys and values in blocks of a pool, for sequences of any lengths in one step.
 
-Tokens of all sequences of a step stand one behind the other, without padding: (tokens, heads, head_size). A
-layer first writes their keys and values to blocks, then each token attends to those of its own sequence.
+The tokens of all sequences of a step are concatenated without padding: (tokens, heads, head_size). A layer
+first writes their keys and values to blocks, then each token attends to its own sequence.
 
 [Note: attention as bags of rows]
-Where few queries look at long caches (each sequence adds a token), there is no matrix product worth the name:
-what counts is to read the cache once, where it lies. `torch.embedding_bag` with weights does that: it sums
-rows of a table, each times a number, over indices that may point anywhere, and torch brings a vectorized
-kernel for it. The output of attention is such a sum: of the rows of V, each times its probability. And the
-scores of 16 keys are one, too, if keys are stored with their features apart from each other: of the rows
-K[feature, 16 keys], each times that feature of the query. So blocks of K are (heads, head_size, block_size),
-blocks of V (block_size, heads, head_size), nothing is gathered, padded or copied, and queries of one sequence
-or of many are the same to it. Measured in docs/design/inference.md.
+Few queries over long caches (each sequence adds one token) form no efficient matrix product: the cost is one
+read of the cache, in place. `torch.embedding_bag` with weights does exactly that: it sums weighted rows of a
+table over arbitrary indices, with a vectorized kernel of torch. The output of attention is such a sum: of
+rows of V, each times its probability. The scores of 16 keys are one, too, if the features of keys are stored
+apart: of the rows K[feature, 16 keys], each times that feature of the query. So blocks of K
+are (heads, head_size, block_size), blocks of V (block_size, heads, head_size); nothing is gathered, padded or
+copied, and queries may belong to one sequence or to many. Measured in docs/design/inference.md.
 
-Prompts have many queries for the same keys: these are products, and go to scaled_dot_product_attention.
+Prompts have many queries for the same keys: these are products, and use scaled_dot_product_attention.
 
 [Note: attention by gathered blocks]
 On an accelerator the kernel of `embedding_bag` is slow, and its indices, one for each feature of each block
-of each head, take longer to make and to send than a step takes. Memory is fast there: blocks are copied
-together as a table of blocks says, and multiplied.
+of each head, take longer to build and to copy than a step takes. Memory is fast there: blocks are gathered by
+a block table, and multiplied.
 """
 
 import math
@@ -34,25 +33,25 @@ from torch.nn import functional
 from colossalai.inference.paging._bags import BagIndices, BagsMemo, SeenSlots
 from colossalai.inference.paging._cache import LayerCache, TokenSlots
 
-# Chunks of at most so many tokens are computed as bags. From there on products are faster, the more so the
+# Chunks of at most so many tokens are computed as bags. Products are faster for longer ones, the more so the
 # longer the sequence; chunks of `PromptPace`'s least size are products.
 BAG_TOKENS = 7
-# Rows of one group are padded to its longest; no group is padded to more than this times what it holds.
+# Rows of one group are padded to the longest; a group is padded to at most this multiple of its content.
 _MOST_PADDING = 1.5
-# Where company must not matter, rows of scores have so many positions, or a multiple: zeros behind whole
-# vectors do not change a sum, and a shorter vector at the end does.
+# With batch invariance, rows of scores have a multiple of so many positions: zeros in whole vectors at the
+# end do not change a sum, but a shorter vector at the end does.
 _WHOLE_ROW = 64
 
 
 @dataclass(frozen=True)
 class AttentionOptions:
-    """What a layer asks of an attention beside scaled dot products.
+    """Options of an attention layer.
 
     Attributes:
-        scale: Multiplies the scores.
-        window: Number of last keys that a query sees, itself included; None for all.
-        softcap: Bounds the scores smoothly: softcap * tanh(score / softcap); None for none.
-        sinks: (heads,) a logit of each head that takes part in its softmax without a value; None for none.
+        scale: Factor of the scores.
+        window: Number of last keys visible to a query, itself included; None for all.
+        softcap: Smooth bound of the scores: softcap * tanh(score / softcap); None for none.
+        sinks: (heads,) extra logit of each head's softmax, without a value; None for none.
         slopes: (heads,) ALiBi: the score of a key at position p gets p * slope (2108.12409); None for none.
     """
 
@@ -64,19 +63,19 @@ class AttentionOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether `scaled_dot_product_attention` computes it."""
+        """Whether `scaled_dot_product_attention` supports these options."""
         return self.softcap is None and self.sinks is None and self.slopes is None
 
 
 @dataclass(frozen=True)
 class _Prompt:
-    """A chunk of a sequence that is computed by products.
+    """A chunk of a sequence for attention by products.
 
     Attributes:
-        first: Its first token in the step.
-        start: Its first position in the sequence.
+        first: Index of its first token in the step.
+        start: Position of its first token in the sequence.
         length: Number of its tokens.
-        blocks: The blocks of the sequence.
+        blocks: Blocks of the sequence.
     """
 
     first: int
@@ -87,13 +86,13 @@ class _Prompt:
 
 @dataclass(frozen=True, kw_only=True)
 class _Queries(ABC):
-    """Queries of like lengths, few of each sequence, and what they look at.
+    """Abstract: queries of similar cache lengths, few of each sequence, with their keys.
 
     Attributes:
         tokens: Their tokens in the step; None for all tokens in order.
-        hidden: (queries, 1, positions from `first_hidden` on) what a query does not see.
-        first_hidden: Every query sees all positions before.
-        positions: (queries, positions): those of the keys.
+        hidden: (queries, 1, positions from `first_hidden` on) mask of invisible keys.
+        first_hidden: First position in the mask; all earlier positions are visible to every query.
+        positions: (queries, positions) positions of the keys.
     """
 
     tokens: Tensor | None
@@ -112,7 +111,7 @@ class _Queries(ABC):
 
     @abstractmethod
     def _scores(self, cache: LayerCache, query: Tensor) -> Tensor:
-        """Return (queries, heads, positions): products of the queries with keys."""
+        """Return (queries, heads, positions): products of queries and keys."""
 
     @abstractmethod
     def _sums(self, cache: LayerCache, probabilities: Tensor) -> Tensor:
@@ -121,14 +120,14 @@ class _Queries(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class _Bags(_Queries):
-    """Queries that are computed as bags. See [Note: attention as bags of rows].
+    """Queries computed as bags. See [Note: attention as bags of rows].
 
     Attributes:
-        key_rows: Rows of the keys as a table, for (query, head, block, feature).
-        key_starts: Where each bag of these begins.
-        value_rows: Rows of the values as a table, for (query, head, position).
-        value_starts: Where each bag of these begins.
-        num_blocks: Blocks that a query looks at, padding included.
+        key_rows: Rows of the key table, for (query, head, block, feature).
+        key_starts: Offsets of the bags of `key_rows`.
+        value_rows: Rows of the value table, for (query, head, position).
+        value_starts: Offsets of the bags of `value_rows`.
+        num_blocks: Number of blocks of a query, padding included.
     """
 
     key_rows: Tensor
@@ -148,11 +147,11 @@ class _Bags(_Queries):
 
 @dataclass(frozen=True, kw_only=True)
 class _Gathered(_Queries):
-    """Queries whose blocks are copied together. See [Note: attention by gathered blocks].
+    """Queries with gathered blocks. See [Note: attention by gathered blocks].
 
     Attributes:
-        table: (queries, blocks) the blocks of each.
-        slots: (queries, positions) where values are; the query's own in the place of those it does not see.
+        table: (queries, blocks) blocks of each query.
+        slots: (queries, positions) slots of the values; the query's own slot replaces invisible ones.
     """
 
     table: Tensor
@@ -171,18 +170,18 @@ class _Gathered(_Queries):
 
 @dataclass
 class PagedStep:
-    """The tokens of a step and where their sequences lie: what every layer's attention needs.
+    """The tokens of a step and the blocks of their sequences, shared by the attention of all layers.
 
     Args:
-        starts: For each chunk the position of its first token.
-        counts: For each chunk the number of its tokens.
-        tables: For each chunk the blocks of its sequence up to its last token.
-        block_size: Tokens of a block.
-        device: Where the model is.
-        bags_only: Whether all is computed as bags, prompts, too, so that a token's result depends on nothing
-            but its own sequence.
-        memo: The indices of the step before; None for none.
-        gathers: Whether blocks are copied together where not all is computed as bags; None: unless on a CPU.
+        starts: Position of the first token of each chunk.
+        counts: Number of tokens of each chunk.
+        tables: Blocks of each chunk's sequence up to its last token.
+        block_size: Number of tokens of a block.
+        device: Device of the model.
+        bags_only: Whether everything is computed as bags, including prompts, so that the result of a token
+            depends on its own sequence only.
+        memo: Indices of the previous step; None for none.
+        gathers: Whether blocks are gathered unless `bags_only`. Default: on every device but a CPU.
     """
 
     starts: np.ndarray
@@ -224,14 +223,14 @@ class PagedStep:
     def attend(
         self, cache: LayerCache, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Store keys and values of the step's tokens, and let each attend to its own sequence.
+        """Store the keys and values of the step's tokens, and let each query attend to its own sequence.
 
         Args:
-            cache: The layer's.
-            query: (tokens, query heads, key_size); so many query heads share a key head, next to each other.
+            cache: Cache of the layer.
+            query: (tokens, query heads, key_size); adjacent query heads share a key head.
             key: (tokens, heads, key_size).
             value: (tokens, heads, value_size).
-            options: How.
+            options: Options of the layer.
 
         Returns:
             (tokens, query heads, value_size).
@@ -250,7 +249,7 @@ class PagedStep:
         return output
 
     def _groups(self, cache: LayerCache, num_query_heads: int, window: int | None) -> list[_Queries]:
-        """Return the queries of short chunks, in groups of like lengths; kept for other layers."""
+        """Return the queries of short chunks in groups of similar lengths, cached for other layers."""
         known = (cache.shape.num_heads, cache.shape.key_size, num_query_heads, window)
         if known not in self._known:
             self._known[known] = self._make_groups(known)
@@ -261,7 +260,7 @@ class PagedStep:
             return []
         size, window = self.block_size, known[-1]
         last = self.positions[self._in_bags] // size
-        # With a window the blocks before it are not looked at.
+        # Blocks before the window are skipped.
         oldest = self.positions[self._in_bags] - (window - 1) if window else np.zeros_like(last)
         first = np.maximum(oldest, 0) // size
         lengths = last - first + 1
@@ -269,7 +268,7 @@ class PagedStep:
         groups: list[_Queries] = []
         begin = 0
         while begin < len(order):
-            # As many as fit under the longest of them with bounded padding: on from here by length.
+            # Extend the group while its padding stays within the bound; `order` is by descending length.
             longest = lengths[order[begin]]
             held = np.cumsum(lengths[order[begin:]])
             padded = longest * np.arange(1, len(held) + 1)
@@ -298,9 +297,9 @@ class PagedStep:
         table = np.empty((len(tokens), num_blocks), dtype=np.int64)
         for row, (token, first) in enumerate(zip(tokens, first_blocks, strict=True)):
             blocks = self.tables[self._chunk_of[token]][first : at[row] // size + 1]
-            # What pads is the query's own, so that nothing of another sequence is looked at.
+            # Pad with the query's own block, so that no block of another sequence is read.
             table[row, : len(blocks)], table[row, len(blocks) :] = blocks, blocks[0]
-        # Where all queries see all there is but the end of their last blocks, only that is looked at.
+        # Without a window every query sees all positions but the end of its last block: mask only these.
         first_hidden = int((at - first_blocks * size).min()) + 1 if known[-1] is None else 0
         chosen = None if is_all else self._tensor(tokens)
         is_gathered = self.device.type != "cpu" if self.gathers is None else self.gathers
@@ -328,7 +327,7 @@ class PagedStep:
         )
 
     def _alike(self) -> list[list[_Prompt]]:
-        """Return chunks of the same length at the beginning of their sequences together, the others alone."""
+        """Group chunks of equal length at the beginning of their sequences; the others stay alone."""
         found: dict[object, list[_Prompt]] = {}
         for number, prompt in enumerate(self._prompts):
             found.setdefault(prompt.length if prompt.start == 0 else (number,), []).append(prompt)
@@ -362,7 +361,7 @@ class PagedStep:
 def _attend_by_products(
     query: Tensor, key: Tensor, value: Tensor, start: int, options: AttentionOptions
 ) -> Tensor:
-    """Return (prompts, heads, length, value_size) for chunks that begin at `start` of their sequences."""
+    """Return (prompts, heads, length, value_size) for chunks that start at position `start`."""
     length = query.shape[2]
     is_whole = start == 0 and (options.window is None or options.window >= length)
     visible = None if is_whole and options.is_plain else _visible(start, length, options.window, query.device)
@@ -387,7 +386,7 @@ def _attend_by_products(
 
 
 def _visible(start: int, length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return (length, start + length): which keys the queries from `start` on see."""
+    """Return (length, start + length), the mask of keys that the queries from `start` on see."""
     ahead = (
         torch.arange(start + length, device=device)
         - torch.arange(start, start + length, device=device)[:, None]
@@ -396,7 +395,7 @@ def _visible(start: int, length: int, window: int | None, device: torch.device) 
 
 
 def _adjust(scores: Tensor, positions: Tensor, options: AttentionOptions) -> Tensor:
-    """Apply what changes scores (..., heads, keys) of keys at positions that broadcast to them."""
+    """Apply softcap and ALiBi to scores (..., heads, keys); `positions` broadcast to them."""
     if options.softcap is not None:
         scores = torch.tanh(scores / options.softcap) * options.softcap
     if options.slopes is not None:

@@ -1,4 +1,4 @@
-"""Which rows of keys and values the queries of a step look at, from one step to the next.
+"""Indices of the key and value rows of the queries of a step, updated from one step to the next.
 
 See [Note: attention as bags of rows].
 """
@@ -11,13 +11,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class SeenSlots:
-    """What queries see, position by position from their first blocks on.
+    """Slots of the keys of each query, from its first block on.
 
     Attributes:
-        positions: (queries, positions) of the keys in their sequences.
-        hidden: The same shape: what a query does not see.
-        slots: The same shape: where keys and values are. Slots that are not seen may hold anything, and 0
-            times NaN is NaN: the query's own is in their place.
+        positions: (queries, positions) positions of the keys in their sequences.
+        hidden: Mask of the same shape: True for keys that a query does not see.
+        slots: Slots of keys and values, in the same shape. Hidden slots may contain NaN, and 0 times NaN is
+            NaN, so the query's own slot replaces them.
     """
 
     positions: np.ndarray
@@ -34,7 +34,7 @@ class SeenSlots:
         window: int | None,
         block_size: int,
     ) -> Self:
-        """Return what queries see; for the arguments see `BagIndices`."""
+        """Build the slots of queries; for the arguments see `BagIndices`."""
         width = table.shape[1] * block_size
         positions = first_blocks[:, None] * block_size + np.arange(width)
         hidden = positions > at[:, None]
@@ -45,15 +45,15 @@ class SeenSlots:
 
 
 class BagIndices:
-    """Which rows of the keys and values queries look at, as arrays.
+    """Indices of the key and value rows of queries, as arrays.
 
     Args:
-        table: (queries, blocks) the blocks of each.
+        table: (queries, blocks) blocks of each query.
         at: (queries,) positions.
-        first_blocks: (queries,) how many blocks are passed over.
-        own_slots: (queries,) where its own key is.
-        known: Heads, size of a key, query heads, window.
-        block_size: Tokens of a block.
+        first_blocks: (queries,) number of skipped blocks.
+        own_slots: (queries,) slot of the query's own key.
+        known: Number of heads, size of a key, number of query heads, window.
+        block_size: Number of tokens of a block.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class BagIndices:
         block_size: int,
         memo: "BagsMemo | None",
     ) -> Self:
-        """Return indices, made of those of the step before where most queries only go on."""
+        """Return the indices of a step, updated from those of the previous step if most queries continue."""
         name = (known, int(table[0, 0]))
         kept = None if memo is None else memo.take(name)
         if not (isinstance(kept, cls) and kept._go_on(table, at, first_blocks, own_slots)):
@@ -103,7 +103,7 @@ class BagIndices:
     def _go_on(
         self, table: np.ndarray, at: np.ndarray, first_blocks: np.ndarray, own_slots: np.ndarray
     ) -> bool:
-        """Become the indices of other queries; False, and nothing is changed, where too much is new."""
+        """Update the indices in place for other queries; return False without changes if too many are new."""
         window = self.known[-1]
         if self.table.shape != table.shape or window is not None:
             return False
@@ -133,29 +133,29 @@ class BagIndices:
 
 
 class BagsMemo:
-    """The indices of the last steps, which those of the next ones differ little from.
+    """Indices of the last steps, to be updated for the next ones.
 
-    Most sequences go on in the blocks that they have: one position more is seen. To write the indices of all
-    positions anew would be work that grows with the texts, beside an attention that does so already.
+    Most sequences continue in their blocks, with one more visible position. Building the indices of all
+    positions again would cost time in proportion to the context, in addition to attention itself.
     """
 
-    _MOST = 8  # steps that take turns: groups of lengths, shapes of layers, batches that are under way
+    _MOST = 8  # alternating steps: groups of lengths, shapes of layers, batches in flight
 
     def __init__(self) -> None:
         self._kept: dict[object, tuple[int, BagIndices]] = {}
         self._step = 0
 
     def begin_step(self) -> None:
-        """Say that the arrays of the step before are not in use any more."""
+        """Begin a step: the arrays of the previous step are not in use any more."""
         self._step += 1
 
     def take(self, name: object) -> BagIndices | None:
-        """Return what may be changed: nothing that this step has made itself."""
+        """Return indices that can be modified: not those of the current step."""
         step, kept = self._kept.get(name, (self._step, None))
         return kept if step < self._step else None
 
     def keep(self, name: object, indices: BagIndices) -> None:
-        """Keep the indices of this step for one behind it."""
+        """Store the indices of this step for a later one."""
         if len(self._kept) >= self._MOST and name not in self._kept:
             self._kept.clear()
         self._kept[name] = self._step, indices

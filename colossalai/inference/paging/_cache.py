@@ -1,12 +1,12 @@
-"""Keys and values of a layer in blocks of a pool, as they are or in 8 bits.
+"""Cache of the keys and values of a layer in blocks of a pool, in the model's dtype or in 8 bits.
 
 [Note: keys in bytes]
-torch sums rows of bytes, each with a scale and an offset behind it, as it sums rows of floats (8 bytes a row,
-and the range of a row is that of its values). A row of values belongs to one token and one head, and is
-rounded when it comes. A row of keys has one feature of a block of tokens, which come one by one: with a range
-of its own it would be rounded anew for each, and what is stored would depend on how a prompt was cut. So each
-key has its own scale, kept apart, all rows have the same range, and scores are multiplied by the scales of
-their keys afterwards: what is stored of a token depends on nothing but the token.
+torch sums rows of bytes, each followed by a scale and an offset, like rows of floats (8 more bytes per row;
+the scale covers the range of the row's values). A row of values belongs to one token and one head, and is
+quantized once. A row of keys has one feature of a block of tokens, which arrive one by one: with its own
+range it would be quantized again for each token, and the result would depend on the chunks of a prompt. So
+each key has its own scale in a separate tensor, all rows have the same range, and scores are multiplied by
+the scales of their keys afterwards: the stored values of a token depend on that token only.
 """
 
 from abc import ABC, abstractmethod
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_SUFFIX = 8  # bytes behind a row: its scale and its offset, each float32
+_SUFFIX = 8  # bytes at the end of a row: its scale and its offset, each float32
 _STEPS = 127
 _OFFSET = 128
 _LEAST = 1e-30
@@ -23,14 +23,14 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What a layer keeps of a token.
+    """Shape and dtype of the keys and values of a token in a layer.
 
     Attributes:
-        num_heads: Heads of keys and values on this rank.
-        key_size: Features of a key.
-        value_size: Features of a value.
-        dtype: Type of both.
-        is_in_bytes: Whether they are rounded to 8 bits.
+        num_heads: Number of key and value heads on this rank.
+        key_size: Number of features of a key.
+        value_size: Number of features of a value.
+        dtype: Dtype of both.
+        is_in_bytes: Whether they are quantized to 8 bits.
     """
 
     num_heads: int
@@ -40,7 +40,7 @@ class LayerShape:
     is_in_bytes: bool = False
 
     def bytes_of_block(self, block_size: int) -> int:
-        """Return the bytes of a block of so many tokens."""
+        """Return the size of a block of `block_size` tokens in bytes."""
         if not self.is_in_bytes:
             return block_size * self.num_heads * (self.key_size + self.value_size) * self.dtype.itemsize
         keys = self.key_size * (block_size + _SUFFIX) + block_size * torch.float32.itemsize
@@ -49,7 +49,7 @@ class LayerShape:
 
 @dataclass(frozen=True)
 class TokenSlots:
-    """Where the tokens of a step are stored: block, place in the block, and both as one number."""
+    """Slots of the tokens of a step: block, offset in the block, and both as one number."""
 
     blocks: Tensor
     offsets: Tensor
@@ -57,11 +57,11 @@ class TokenSlots:
 
 
 class LayerCache(ABC):
-    """Keys and values of one layer, in blocks.
+    """Abstract: keys and values of one layer, in blocks.
 
     Args:
-        shape: What it keeps of a token.
-        block_size: Tokens of a block.
+        shape: Shape of a token's keys and values.
+        block_size: Number of tokens of a block.
     """
 
     def __init__(self, shape: LayerShape, block_size: int) -> None:
@@ -71,50 +71,50 @@ class LayerCache(ABC):
     @property
     @abstractmethod
     def pools(self) -> tuple[Tensor, ...]:
-        """The memory, by blocks."""
+        """The tensors of the cache, with blocks in dim 0."""
 
     @abstractmethod
     def write(self, places: TokenSlots, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Store keys and values of new tokens.
 
         Args:
-            places: Where they belong.
+            places: Slots of the tokens.
             key: (tokens, heads, key_size).
             value: (tokens, heads, value_size).
 
         Returns:
-            Both as they will be read.
+            Both as later reads return them.
         """
 
     @abstractmethod
     def read(self, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a sequence, copied: each (heads, length, size)."""
+        """Return copies of the keys and values of a sequence, each (heads, length, size)."""
 
     @abstractmethod
     def keys_of(self, table: Tensor) -> Tensor:
-        """Return the keys of blocks (queries, blocks), copied: (queries, heads, key_size, positions)."""
+        """Return a copy of the keys of blocks (queries, blocks): (queries, heads, key_size, positions)."""
 
     @abstractmethod
     def values_of(self, slots: Tensor) -> Tensor:
-        """Return the values of slots (queries, positions), copied: (queries, heads, positions, size)."""
+        """Return a copy of the values of slots (queries, positions): (queries, heads, positions, size)."""
 
     @abstractmethod
     def score(self, rows: Tensor, starts: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """Return products of queries with keys. See [Note: attention as bags of rows].
+        """Return products of queries and keys. See [Note: attention as bags of rows].
 
         Args:
-            rows: Of keys, for (query, head, block, feature).
-            starts: Where each bag of these begins.
-            weights: For each row the feature of the query.
-            slots: For (query, head, position) the slot and head of a key.
+            rows: Rows of keys, for (query, head, block, feature).
+            starts: Offsets of the bags of `rows`.
+            weights: Feature of the query for each row.
+            slots: Slot and head of a key, for (query, head, position).
 
         Returns:
-            (queries x heads x blocks, block_size), in the type of `weights`.
+            (queries x heads x blocks, block_size), in the dtype of `weights`.
         """
 
     @abstractmethod
     def sum_values(self, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-        """Return (bags, value_size): sums of values, each times its weight, in the type of `weights`."""
+        """Return (bags, value_size): weighted sums of values, in the dtype of `weights`."""
 
     def copy(self, sources: Tensor, targets: Tensor) -> None:
         """Copy whole blocks."""
@@ -123,13 +123,13 @@ class LayerCache(ABC):
 
 
 class FloatLayerCache(LayerCache):
-    """Keys and values as they are.
+    """Cache of keys and values in the model's dtype.
 
     Args:
-        shape: What it keeps of a token.
+        shape: Shape of a token's keys and values.
         num_blocks: Number of blocks.
-        block_size: Tokens of a block.
-        device: Where they are.
+        block_size: Number of tokens of a block.
+        device: Device of the cache.
     """
 
     def __init__(self, shape: LayerShape, *, num_blocks: int, block_size: int, device: torch.device) -> None:
@@ -141,7 +141,7 @@ class FloatLayerCache(LayerCache):
         self.values = torch.zeros(
             num_blocks, block_size, heads, shape.value_size, dtype=shape.dtype, device=device
         )
-        # (blocks, tokens, features) and (slots, features): what is written to.
+        # Views for writes: (blocks, tokens, features) and (slots, features).
         self._keys_by_token = self.keys.flatten(1, 2).transpose(1, 2)
         self._values_by_slot = self.values.view(num_blocks * block_size, heads * shape.value_size)
 
@@ -153,42 +153,42 @@ class FloatLayerCache(LayerCache):
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
-        """The memory, by blocks."""
+        """The tensors of the cache, with blocks in dim 0."""
         return self.keys, self.values
 
     def read(self, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a sequence, copied: each (heads, length, size)."""
+        """Return copies of the keys and values of a sequence, each (heads, length, size)."""
         keys = self.keys.index_select(0, blocks).permute(1, 0, 3, 2).flatten(1, 2)
         values = self.values.index_select(0, blocks).flatten(0, 1).transpose(0, 1)
         return keys[:, :length], values[:, :length]
 
     def keys_of(self, table: Tensor) -> Tensor:
-        """Return the keys of blocks, copied."""
+        """Return a copy of the keys of blocks."""
         blocks = self.keys.index_select(0, table.flatten()).unflatten(0, table.shape)
         found: Tensor = blocks.permute(0, 2, 3, 1, 4).flatten(3)
         return found
 
     def values_of(self, slots: Tensor) -> Tensor:
-        """Return the values of slots, copied."""
+        """Return a copy of the values of slots."""
         rows = self._values_by_slot.index_select(0, slots.flatten())
         return rows.view(*slots.shape, self.shape.num_heads, -1).transpose(1, 2)
 
     def score(self, rows: Tensor, starts: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """Return products of queries with keys."""
+        """Return products of queries and keys."""
         return _sum_rows(self.keys.view(-1, self.block_size), rows, starts, weights)
 
     def sum_values(self, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-        """Return sums of values, each times its weight."""
+        """Return weighted sums of values."""
         return _sum_rows(self.values.view(-1, self.shape.value_size), rows, starts, weights)
 
 
 class ByteLayerCache(LayerCache):
-    """Keys and values in 8 bits, on CPU. See [Note: keys in bytes].
+    """Cache of keys and values in 8 bits, on CPU. See [Note: keys in bytes].
 
     Args:
-        shape: What it keeps of a token.
+        shape: Shape of a token's keys and values.
         num_blocks: Number of blocks.
-        block_size: Tokens of a block.
+        block_size: Number of tokens of a block.
     """
 
     def __init__(self, shape: LayerShape, *, num_blocks: int, block_size: int) -> None:
@@ -206,7 +206,7 @@ class ByteLayerCache(LayerCache):
 
     @property
     def pools(self) -> tuple[Tensor, ...]:
-        """The memory, by blocks."""
+        """The tensors of the cache, with blocks in dim 0."""
         return self.keys, self.key_scales, self.values
 
     def write(self, places: TokenSlots, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,7 +221,7 @@ class ByteLayerCache(LayerCache):
         return (codes.float() - _OFFSET).mul_(scales).to(key.dtype), stored.to(value.dtype)
 
     def read(self, blocks: Tensor, length: int) -> tuple[Tensor, Tensor]:
-        """Return keys and values of a sequence, copied: each (heads, length, size)."""
+        """Return copies of the keys and values of a sequence, each (heads, length, size)."""
         keys = self._keys_in(blocks).permute(1, 0, 3, 2).flatten(1, 2)
         rows = self.values.index_select(0, blocks).flatten(0, 1)
         values = torch.ops.quantized.embedding_bag_byte_unpack(rows.flatten(0, 1))
@@ -229,13 +229,13 @@ class ByteLayerCache(LayerCache):
         return keys[:, :length].to(self.shape.dtype), by_head[:, :length].to(self.shape.dtype)
 
     def keys_of(self, table: Tensor) -> Tensor:
-        """Return the keys of blocks, copied."""
+        """Return a copy of the keys of blocks."""
         blocks = self._keys_in(table.flatten()).unflatten(0, table.shape)
         found: Tensor = blocks.permute(0, 2, 3, 1, 4).flatten(3).to(self.shape.dtype)
         return found
 
     def values_of(self, slots: Tensor) -> Tensor:
-        """Return the values of slots, copied."""
+        """Return a copy of the values of slots."""
         rows = self._values_by_slot.index_select(0, slots.flatten()).view(-1, self.values.shape[-1])
         values: Tensor = torch.ops.quantized.embedding_bag_byte_unpack(rows)
         return values.view(*slots.shape, self.shape.num_heads, -1).transpose(1, 2).to(self.shape.dtype)
@@ -247,20 +247,20 @@ class ByteLayerCache(LayerCache):
         return codes.mul_(scales)
 
     def score(self, rows: Tensor, starts: Tensor, weights: Tensor, slots: Tensor) -> Tensor:
-        """Return products of queries with keys."""
+        """Return products of queries and keys."""
         summed = _sum_bytes(self.keys.view(-1, self.block_size + _SUFFIX), rows, starts, weights)
         scales = self.key_scales.view(-1).index_select(0, slots)
         return summed.mul_(scales.view(summed.shape)).to(weights.dtype)
 
     def sum_values(self, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-        """Return sums of values, each times its weight."""
+        """Return weighted sums of values."""
         table = self.values.view(-1, self.shape.value_size + _SUFFIX)
         return _sum_bytes(table, rows, starts, weights).to(weights.dtype)
 
 
 def _sum_rows(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Return (bags, columns): sums of rows of a table, each times its weight."""
-    # The operator below `functional.embedding_bag`: 20 us a call less of checks, and no gradients.
+    """Return (bags, columns): weighted sums of rows of a table."""
+    # The operator behind `functional.embedding_bag`, 20 us faster per call: fewer checks, no gradients.
     summed: Tensor = torch._embedding_bag_forward_only(
         table, rows, starts, False, 0, False, weights, False, -1
     )[0]
@@ -268,7 +268,7 @@ def _sum_rows(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> T
 
 
 def _sum_bytes(table: Tensor, rows: Tensor, starts: Tensor, weights: Tensor) -> Tensor:
-    """Return the same in float32 of rows of bytes, each with its scale and offset behind it."""
+    """Return the same in float32 for rows of bytes, each followed by its scale and offset."""
     summed: Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
         table, rows, starts, False, 0, False, weights.float(), None, False
     )

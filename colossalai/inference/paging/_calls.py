@@ -1,14 +1,15 @@
-"""Paged calls of a model: for the length of one forward, its attention layers read and write blocks.
+"""Paged calls of a model: during one forward, its attention layers read and write cache blocks.
 
-Models of transformers ask an interface of theirs for the attention function of their config. During a paged
-call the config names ours; before and after it the model is what it was, so that the same object trains or
-runs `generate` between two steps of an engine. Other threads that call it in the meantime get what the config
-has named before: whether a call is paged is a context variable of the thread that makes it.
+Models of transformers look up the attention function of their config in an interface. During a paged call
+the config names ours; before and after it the model is unchanged, so that the same object can train or run
+`generate` between two steps of an engine. Other threads that call it in the meantime get the function of the
+original config: a context variable marks the thread of a paged call.
 
 [Note: a model is served only if it computes the same]
-That a model runs through the interface says little: one of its layers may keep a state elsewhere (a
-convolution, a recurrence), and a sequence would go on from another one's without a word. So `check_model`
-compares: the same tokens in one plain forward, and in paged calls that cut them into chunks.
+A model that runs through the interface may still be wrong: a layer can keep state outside the cache (a
+convolution, a recurrence), and a sequence would silently continue from the state of another one. So
+`check_model` compares two results for the same tokens: one plain forward, and paged calls that cut them into
+chunks.
 """
 
 import sys
@@ -28,9 +29,9 @@ from colossalai.inference.paging._cache import LayerCache, LayerShape
 
 _PREFIX = "colossalai_paged_"
 PAGED_LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Types of layers, by their names in configs, whose attention is paged."""
+"""Layer types of configs whose attention is paged."""
 
-# What models hand to every attention function, and what has no meaning or no effect in a paged call.
+# Arguments of attention functions without meaning or effect in a paged call.
 _HARMLESS = frozenset(
     {
         "cache_position", "cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "layer_idx", "logits_to_keep",
@@ -46,10 +47,10 @@ class PagedCall:
     """One step on one rank.
 
     Attributes:
-        step: Its tokens, and where their sequences lie.
-        caches: The keys and values of each attention layer.
-        adapted: Its tokens by adapter; None where none has one.
-        adapted_logits: Likewise those whose logits are wanted, where the model computes no others.
+        step: The tokens, and the blocks of their sequences.
+        caches: Cache of each attention layer.
+        adapted: Rows of the tokens by adapter; None without adapters.
+        adapted_logits: Rows of the logits by adapter, if the model computes only selected logits.
     """
 
     step: PagedStep
@@ -65,11 +66,11 @@ class PagedCall:
 
 
 class ShapeProbe:
-    """A call that finds out what the attention layers of a model keep, and computes nothing of worth.
+    """A call that records the cache shapes of a model's attention layers, with zeros as results.
 
     Attributes:
-        found: What each layer keeps of a token, in the order in which they run.
-        asked: What each layer asks of an attention.
+        found: Cache shape of each layer, in order of execution.
+        asked: Attention options of each layer.
     """
 
     def __init__(self) -> None:
@@ -79,27 +80,27 @@ class ShapeProbe:
     def attend(
         self, layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """Note the shapes; return zeros in the place of an attention."""
+        """Record the shapes; return zeros instead of attention."""
         self.asked[layer] = options
         self.found[layer] = LayerShape(key.shape[1], key.shape[2], value.shape[2], key.dtype)
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
-# Two engines of one model, or of models that share a config, would take each other's function out of it.
+# Engines of one model, or of models with a shared config, must not replace each other's function in it.
 _one_at_a_time = threading.RLock()
 _call: ContextVar[PagedCall | ShapeProbe | None] = ContextVar("paged call", default=None)
 
 
 def current_call() -> PagedCall | ShapeProbe | None:
-    """Return the paged call that this thread is in."""
+    """Return the paged call of this thread."""
     return _call.get()
 
 
 def adapter_rows(*, of_logits: bool = False) -> AdapterRows | None:
-    """Return the rows by adapter of the paged call that this thread is in; None where no row has one.
+    """Return the rows by adapter of this thread's paged call; None if no row has one.
 
     Args:
-        of_logits: Whether the rows are those whose logits are wanted, rather than all tokens.
+        of_logits: Whether to return the rows of the logits instead of those of all tokens.
     """
     call = _call.get()
     if not isinstance(call, PagedCall):
@@ -108,7 +109,7 @@ def adapter_rows(*, of_logits: bool = False) -> AdapterRows | None:
 
 
 class PagedModel:
-    """A model of which single calls are paged.
+    """A model with support for paged calls.
 
     Args:
         model: A causal language model of transformers, or a stage of one.
@@ -131,12 +132,12 @@ class PagedModel:
         self._device_types = [kind for kind in kinds if torch.amp.is_autocast_available(kind)]  # not meta
 
     def replace_in_calls(self, part: nn.Module, forward: Callable[..., Any]) -> None:
-        """Let a part have another forward in paged calls; it has none of its own but its class's."""
+        """Replace the forward of a part in paged calls; the part must not have an instance forward."""
         self._adapted.append((part, forward))
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Compute in the model's own dtype and without compiled code, whatever context the caller is in."""
+        """Disable autocast and compiled code within the block."""
         with ExitStack() as contexts:
             for kind in self._device_types:
                 contexts.enter_context(torch.autocast(kind, enabled=False))
@@ -146,10 +147,10 @@ class PagedModel:
 
     @contextmanager
     def paged(self, call: PagedCall | ShapeProbe) -> Iterator[None]:
-        """Let the forwards of the model within the block be paged ones, for this thread; threads take turns.
+        """Make the forwards of the model within the block paged, for this thread; threads take turns.
 
         Args:
-            call: What its attention layers ask.
+            call: The call that serves the attention layers.
         """
         with _one_at_a_time, self.undisturbed(), self._redirected(call):
             yield
@@ -178,7 +179,7 @@ def _is_compiled(part: nn.Module) -> bool:
 
 
 class _BloomAttention:
-    """The forward of an attention of BLOOM, which does not go through the interface, with its ALiBi.
+    """Paged forward of BLOOM's attention, which bypasses the interface, with its ALiBi.
 
     Args:
         module: The attention.
@@ -196,7 +197,7 @@ class _BloomAttention:
         attention_mask: Tensor | None,
         **others: Any,
     ) -> tuple[Tensor, None]:
-        """Return what the class's own forward returns, of blocks in a paged call."""
+        """Return the result of the class's own forward, from cache blocks in a paged call."""
         call, module = _call.get(), self.module
         if call is None:  # another thread runs the model at the same time
             plain: tuple[Tensor, None] = type(module).forward(
@@ -204,7 +205,7 @@ class _BloomAttention:
             )
             return plain
         if alibi.shape[-1] > 1 and self.slopes is None:
-            # (heads, 1, positions), of this rank's heads: it is linear. The first call has two tokens.
+            # (heads, 1, positions) of this rank's heads, linear in position. The first call has two tokens.
             self.slopes = (alibi[:, 0, 1] - alibi[:, 0, 0]).clone()
         assert self.slopes is not None, "the shapes were found with two tokens"
         fused = module.query_key_value(hidden_states)[0].unflatten(-1, (module.num_heads, 3, -1))
@@ -215,7 +216,7 @@ class _BloomAttention:
 
 
 class _OwnAttention:
-    """The forward of a self-attention of this package, causal and whole on this rank.
+    """Paged forward of a self-attention of this package, causal and unsharded.
 
     Args:
         module: The attention.
@@ -226,7 +227,7 @@ class _OwnAttention:
         self.options = AttentionOptions(scale=module.head_size**-0.5)
 
     def __call__(self, hidden: Tensor, attention_mask: Tensor | None = None) -> Tensor:
-        """Return what the class's own forward returns, of blocks in a paged call."""
+        """Return the result of the class's own forward, from cache blocks in a paged call."""
         call, module = _call.get(), self.module
         if call is None:  # another thread runs the model at the same time
             plain: Tensor = type(module).forward(module, hidden, attention_mask)
@@ -242,12 +243,12 @@ ADAPTERS: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = {
     "transformers.models.bloom.modeling_bloom.BloomAttention": _BloomAttention,
     "colossalai.model_zoo._attention.SelfAttention": _OwnAttention,
 }
-"""What makes the paged forward of attentions that the interface does not reach, by their full names."""
+"""Factories of paged forwards for attentions that bypass the interface, by full class name."""
 
 
 def _registered(name: str) -> str:
-    """Return the name under which transformers finds the paged attention that stands in for another one."""
-    if name.startswith(_PREFIX):  # a sub-config, which has got it from the one above
+    """Register the paged counterpart of an attention function, and return its name."""
+    if name.startswith(_PREFIX):  # a sub-config that shares the attribute of its parent
         return name
     attentions, masks = _interfaces()
     known = _PREFIX + name
@@ -258,14 +259,14 @@ def _registered(name: str) -> str:
 
 
 def _interfaces() -> tuple[Any, Any]:
-    """Return where transformers looks up attention functions, and where the masks for them."""
+    """Return the registries of transformers for attention functions and for their masks."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     return AttentionInterface(), AttentionMaskInterface()
 
 
 def _attention_over(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """Return the function that transformers calls while a config has our name in the place of `name`."""
+    """Return the paged attention function that replaces `name` in a config."""
 
     def attention(
         module: nn.Module,
@@ -287,7 +288,7 @@ def _attention_over(name: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
 
 
 def _mask_over(name: str) -> Callable[..., Tensor | None]:
-    """Return the function that makes masks meanwhile: none in a paged call."""
+    """Return the paged mask function: no mask in a paged call."""
 
     def mask(**kwargs: Any) -> Tensor | None:
         if _call.get() is not None:
@@ -315,10 +316,10 @@ def _options_of(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> AttentionOptions:
-    """Return what a layer asks for.
+    """Return the attention options of a layer.
 
     Raises:
-        ValueError: `others` has something that would shape the result, or `attention_mask` is there.
+        ValueError: `others` has an unsupported option, or `attention_mask` is not None.
     """
     unknown = sorted(name for name, value in others.items() if value is not None and name not in _HARMLESS)
     if attention_mask is not None:
@@ -330,10 +331,10 @@ def _options_of(
         unknown.append(f"layer type {kind!r}")
     if unknown or dropout:
         reason = ", ".join(unknown) or f"dropout={dropout} (call model.eval())"
-        raise ValueError(f"{type(module).__name__} cannot be served: its attention asks for {reason}")
+        raise ValueError(f"{type(module).__name__} cannot be served: its attention needs {reason}")
     if sliding_window is None and kind == "sliding_attention":
         config: Any = module.config
-        sliding_window = config.sliding_window  # it is in the mask only
+        sliding_window = config.sliding_window  # transformers applies it in the mask only
     return AttentionOptions(
         scale=scaling if scaling is not None else _default_scale(module),
         window=sliding_window,
@@ -343,7 +344,7 @@ def _options_of(
 
 
 def _kind_of(module: nn.Module) -> str:
-    """Return the type of a layer by its config; full where that has none."""
+    """Return the layer type in the config; full attention if the config has none."""
     kinds: Sequence[str] = getattr(getattr(module, "config", None), "layer_types", None) or ()
     number: int | None = getattr(module, "layer_idx", None)
     return kinds[number] if kinds and number is not None and number < len(kinds) else "full_attention"
@@ -356,9 +357,7 @@ def _default_scale(module: Any) -> float:
 
 @torch.inference_mode()
 def find_shapes(model: PagedModel, run: Callable[[], Any]) -> tuple[ShapeProbe, Any]:
-    """Return what the attention layers of a model keep of a token, and what they ask for.
-
-    Beside it what `run` returns.
+    """Return the probe with the attention layers' cache shapes and options, and the result of `run`.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""The GPT of this package, called as causal language models of transformers are."""
+"""Adapter that gives the GPT of this package the call signature of transformers."""
 
 from typing import Any, NamedTuple
 
@@ -11,19 +11,19 @@ _GPT = "colossalai.model_zoo.gpt._model.GPT"
 
 
 class GPTLogits(NamedTuple):
-    """What `ServedGPT` returns; (1, rows, vocabulary)."""
+    """Output of `ServedGPT`; (1, rows, vocabulary)."""
 
     logits: Tensor
 
 
 class ServedGPT(nn.Module):
-    """A `GPT` in the place of a model of transformers; it has the same parameters.
+    """A `GPT` with the interface of a model of transformers; it shares the parameters.
 
     Args:
-        gpt: The model, whole on this rank.
+        gpt: The model, unsharded.
 
     Raises:
-        ValueError: `gpt` is cut over ranks.
+        ValueError: `gpt` is sharded over ranks.
     """
 
     def __init__(self, gpt: nn.Module) -> None:
@@ -36,14 +36,14 @@ class ServedGPT(nn.Module):
         if cut:
             raise ValueError(
                 f"{len(cut)} parameters of the GPT are cut over ranks ({cut[0]} is one): save it, and serve "
-                "what was saved on ranks of its own (tp_size), as examples/gpt does"
+                "the saved model on ranks of its own (tp_size), as examples/gpt does"
             )
         self.gpt: Any = gpt
         self.training = gpt.training
 
     @property
     def config(self) -> Any:
-        """That of the model."""
+        """Config of the model."""
         return self.gpt.config
 
     def forward(
@@ -54,8 +54,8 @@ class ServedGPT(nn.Module):
         Args:
             input_ids: (1, tokens).
             position_ids: (1, tokens); without a paged call 0, 1, ...
-            logits_to_keep: (rows,) the tokens whose logits are wanted.
-            use_cache: False: what is kept is in blocks.
+            logits_to_keep: (rows,) indices of the tokens whose logits are returned.
+            use_cache: False: the cache is paged.
 
         Raises:
             ValueError: `gpt` is in training mode, and would draw dropout masks.
@@ -72,6 +72,6 @@ class ServedGPT(nn.Module):
 
 
 def as_served(model: nn.Module) -> nn.Module:
-    """Return what is served of a model in memory: itself, or what stands for a GPT of this package."""
+    """Return the module that serves a model in memory: itself, or a `ServedGPT` for a GPT of this package."""
     is_own = f"{type(model).__module__}.{type(model).__qualname__}" == _GPT
     return ServedGPT(model) if is_own else model

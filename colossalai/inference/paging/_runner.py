@@ -1,7 +1,7 @@
 """One step of a model, or of a stage of it, on this rank: tokens and block tables in, logits out.
 
-A step travels between ranks as a few arrays of numbers (`StepArrays`), never as pickled objects. It says
-everything: ranks keep nothing of a request but what is in the blocks.
+A step is sent between ranks as a few arrays of numbers (`StepArrays`), never as pickled objects. It is
+complete: ranks keep no state of a request except the blocks.
 """
 
 import inspect
@@ -33,26 +33,26 @@ from colossalai.inference.scheduling import BatchStep
 from colossalai.pipeline import ModelStage
 
 # [Note: products that company does not change]
-# A library chooses by the number of rows how it computes a product, and so in which order it sums. Where
-# company must not matter, a step is computed in calls of one number of tokens, the last one filled up, with
-# logits of all of them. They go through the model one after the other: a chunk that goes on in the next tile
-# finds its first tokens in the cache.
+# A library chooses the algorithm of a product, and so its summation order, by the number of rows. For batch
+# invariance a step is computed in calls with a fixed number of tokens, the last one padded, and with the
+# logits of all of them. The calls run one after another: a chunk that continues in the next tile finds its
+# first tokens in the cache.
 _TILE_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class StepArrays:
-    """A step as arrays; one entry for each chunk where nothing else is said.
+    """A step as arrays, with one entry per chunk unless noted otherwise.
 
     Attributes:
-        token_ids: (tokens,) of all chunks, one behind the other.
+        token_ids: (tokens,) tokens of all chunks, concatenated.
         starts: Position of the first token.
         counts: Number of tokens.
         table_sizes: Number of blocks.
-        tables: (sum of `table_sizes`,) the blocks of all sequences.
-        copies: (copies, 2) blocks that are copied first: from, to.
-        rows: (rows,) the tokens of the step whose logits are wanted, ascending.
-        adapters: Number of the adapter, 0 for none; empty where no chunk has one.
+        tables: (sum of `table_sizes`,) blocks of all sequences.
+        copies: (copies, 2) blocks to copy first: source, target.
+        rows: (rows,) indices of the tokens whose logits are returned, ascending.
+        adapters: Number of the adapter, 0 for none; empty if no chunk has one.
     """
 
     token_ids: np.ndarray
@@ -72,8 +72,8 @@ class StepArrays:
 
         Args:
             step: The step.
-            rows: The tokens whose logits are wanted.
-            number_of: The numbers of adapters by name, from 1 on; None where there are none.
+            rows: Indices of the tokens whose logits are returned.
+            number_of: Numbers of adapters by name, from 1 on; None without adapters.
         """
         chunks = step.chunks
         named = [chunk.sequence.request.adapter for chunk in chunks]
@@ -90,11 +90,11 @@ class StepArrays:
         )
 
     def adapters_of_tokens(self) -> np.ndarray:
-        """Return (tokens,) the number of each one's adapter; empty where no chunk has one."""
+        """Return (tokens,) the number of each token's adapter; empty if no chunk has one."""
         return np.repeat(self.adapters, self.counts) if len(self.adapters) else self.adapters
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return them by name."""
+        """Return the arrays by name."""
         return dict(vars(self))
 
 
@@ -103,14 +103,14 @@ def _whole(values: Any) -> np.ndarray:
 
 
 def pack_arrays(arrays: Mapping[str, np.ndarray]) -> bytes:
-    """Return arrays as bytes: a line of JSON that says what they are, and their memory."""
+    """Serialize arrays: a line of JSON with names, dtypes and shapes, then their memory."""
     head = [(name, array.dtype.str, array.shape) for name, array in arrays.items()]
     line = json.dumps(head, separators=(",", ":")).encode() + b"\n"
     return b"".join([line, *(np.ascontiguousarray(array).tobytes() for array in arrays.values())])
 
 
 def unpack_arrays(message: bytes) -> dict[str, np.ndarray]:
-    """Return the arrays that `pack_arrays` was given."""
+    """Deserialize the output of `pack_arrays`."""
     line, _, memory = message.partition(b"\n")
     arrays, place = {}, 0
     for name, kind, shape in json.loads(line):
@@ -125,14 +125,14 @@ class Runner:
 
     Args:
         model: A causal language model of transformers, or a stage of one; in evaluation mode.
-        block_size: Tokens of a block.
-        device: Where it is.
-        is_batch_invariant: Whether a token's result is to depend on nothing but its own sequence.
+        block_size: Number of tokens of a block.
+        device: Device of the model.
+        is_batch_invariant: Whether the result of a token depends on its own sequence only.
 
     Attributes:
-        pages: The model, of which calls can be paged.
-        shapes: What its attention layers keep of a token.
-        asked: What they ask of an attention.
+        pages: The model, with support for paged calls.
+        shapes: Cache shapes of the attention layers.
+        asked: Attention options of the layers.
     """
 
     def __init__(
@@ -149,27 +149,27 @@ class Runner:
         self._picks_rows = "logits_to_keep" in inspect.signature(inner.forward).parameters
         self._caches: dict[nn.Module, LayerCache] = {}
         self._num_blocks = 0
-        # What is in it shapes no result: it saves the writing of arrays that would be the same.
+        # An optimization without effect on results: saves building equal index arrays again.
         self._memo = BagsMemo()
         self.shapes: Mapping[nn.Module, LayerShape] = {}
         self.asked: Mapping[nn.Module, AttentionOptions] = {}
 
     @property
     def bytes_per_block(self) -> int:
-        """Bytes that a block takes on this rank."""
+        """Size of a block on this rank in bytes."""
         return sum(shape.bytes_of_block(self.block_size) for shape in self.shapes.values())
 
     def find_shapes(self, received: Any = None) -> Any:
-        """Find out what the layers keep of a token.
+        """Determine the cache shapes of the layers.
 
         Args:
-            received: What a later stage is given by the one before it, for two tokens.
+            received: Input of a later stage for two tokens.
 
         Returns:
-            What the stage returns, as far as kind and shape go.
+            The output of the stage, valid in type and shape only.
 
         Raises:
-            ValueError: The model `received` goes to cannot be run by pages.
+            ValueError: The model `received` is passed to cannot run paged calls.
         """
         tokens = np.zeros(2, dtype=np.int64)
         try:
@@ -179,7 +179,7 @@ class Runner:
             self.shapes, self.asked = probe.found, probe.asked
         except ValueError:
             raise
-        except Exception as error:  # foreign code without the masks and caches that it may count on
+        except Exception as error:  # foreign code may require masks and caches
             raise ValueError(
                 f"{type(self.model).__name__} cannot be served: its forward fails without a mask and a cache "
                 f"of its own ({type(error).__name__}: {error}): its attention does not go through the "
@@ -188,11 +188,11 @@ class Runner:
         return output
 
     def find_rows(self, layers: Sequence[nn.Module], received: Any = None) -> dict[nn.Module, set[str]]:
-        """Find out for which rows layers are called: each token, those whose logits are wanted, or others.
+        """Determine the rows that layers are called with: all tokens, those of the logits, or others.
 
         Args:
             layers: The layers.
-            received: For a later stage, something of the kind that it is given.
+            received: For a later stage, an example of its input.
 
         Returns:
             For each layer that is called "tokens", "logits" or "others", or several of these.
@@ -215,10 +215,10 @@ class Runner:
         return found
 
     def allocate(self, num_blocks: int) -> None:
-        """Make the caches of all layers, the parts of the model being what they are now."""
+        """Allocate the caches of all layers, for the current parts of the model."""
         self._num_blocks = num_blocks
         size = self.block_size
-        num_made = num_blocks + self.is_batch_invariant  # what fills a tile is stored behind the others
+        num_made = num_blocks + self.is_batch_invariant  # one more block for the padding of tiles
         self._caches = {
             layer: ByteLayerCache(shape, num_blocks=num_made, block_size=size)
             if shape.is_in_bytes
@@ -227,13 +227,13 @@ class Runner:
         }
 
     def weights_stamp(self) -> int:
-        """Return a number that changes when values of the model change; see `ModelWatch.stamp`."""
-        if self._watch is None:  # not before parts have been replaced by faster ones
+        """Return a number that changes with the values of the model; see `ModelWatch.stamp`."""
+        if self._watch is None:  # created late, after parts are replaced by faster ones
             self._watch = ModelWatch(self.model)
         return self._watch.stamp()
 
     def keep_bytes(self) -> None:
-        """Let the caches that are made from now on round keys and values to 8 bits.
+        """Quantize keys and values to 8 bits in caches allocated from now on.
 
         Raises:
             ValueError: The device is not a CPU.
@@ -248,10 +248,10 @@ class Runner:
 
         Args:
             arrays: The step.
-            received: On a later stage, what the one before returned.
+            received: On a later stage, the output of the previous one.
 
         Returns:
-            On the last stage the logits (rows, vocabulary), else what the next stage receives.
+            The logits (rows, vocabulary) on the last stage, else the input of the next stage.
 
         Raises:
             ValueError: The model was cast or moved, or draws dropout masks.
@@ -270,12 +270,12 @@ class Runner:
             return self.forward(arrays.token_ids, step.positions, arrays.rows, received)
 
     def _call(self, step: PagedStep, adapters: np.ndarray, rows: np.ndarray) -> PagedCall:
-        """Return the call of a step.
+        """Return the paged call of a step.
 
         Args:
             step: The step.
             adapters: (tokens,) numbers of adapters, or empty.
-            rows: The tokens whose logits are wanted.
+            rows: Indices of the tokens whose logits are returned.
         """
         if not len(adapters):
             return PagedCall(step, self._caches)
@@ -283,7 +283,7 @@ class Runner:
         return PagedCall(step, self._caches, AdapterRows.of(adapters, self.device), logits)
 
     def _run_in_tiles(self, arrays: StepArrays, tables: Sequence[np.ndarray], received: Any) -> Any:
-        """Run a step in calls of one size. See [Note: products that company does not change]."""
+        """Run a step in calls of a fixed size. See [Note: products that company does not change]."""
         ends = np.cumsum(arrays.counts)
         firsts = ends - arrays.counts
         total = len(arrays.token_ids)
@@ -319,11 +319,11 @@ class Runner:
 
     @staticmethod
     def _is_logits(output: Any) -> bool:
-        return isinstance(output, Tensor) and output.dim() == 2  # a stage hands on (1, tokens, ...)
+        return isinstance(output, Tensor) and output.dim() == 2  # activations of stages are (1, tokens, ...)
 
     @contextmanager
     def paged_call(self, starts: np.ndarray, counts: np.ndarray) -> Iterator[None]:
-        """Let parts of the model be called on their own, for tokens of one sequence in the first blocks.
+        """Permit calls of parts of the model, for tokens of one sequence in the first blocks.
 
         Args:
             starts: (1,) position of the first token.
@@ -335,13 +335,13 @@ class Runner:
             yield
 
     def forward(self, token_ids: np.ndarray, positions: np.ndarray, rows: np.ndarray, received: Any) -> Any:
-        """Call the model, paged or not, on tokens that stand one behind the other.
+        """Call the model, paged or not, on concatenated tokens.
 
         Args:
             token_ids: The tokens.
             positions: Their positions.
-            rows: Those whose logits are wanted.
-            received: On a later stage, what the one before returned.
+            rows: Indices of the tokens whose logits are returned.
+            received: On a later stage, the output of the previous one.
         """
         keep = self._tensor(rows)
         inputs = {
@@ -362,7 +362,7 @@ class Runner:
 
 
 def _tile_of(tensor: Tensor, *, begin: int, end: int) -> Tensor:
-    """Return some tokens of what a stage is given, zeros behind them up to a whole tile."""
+    """Return the tokens of one tile of a stage's input, padded with zeros."""
     tile = tensor.new_zeros(1, _TILE_TOKENS, *tensor.shape[2:])
     tile[:, : end - begin] = tensor[:, begin:end]
     return tile
@@ -372,29 +372,29 @@ def _joined(parts: Sequence[Any], dim: int) -> Any:
     return torch.cat(list(parts), dim) if isinstance(parts[0], Tensor) else parts[0]
 
 
-# Of a sequence: tokens of a chunk, and those before it.
+# Chunks of one sequence: number of tokens, and number of tokens before them.
 _CHECKED_CHUNKS = ((7, 0), (1, 7), (1, 8), (12, 9), (1, 21), (3, 22))
-# In float64, too, attention of transformers with a cap takes its softmax in float32.
+# Even in float64, attention of transformers with a softcap computes its softmax in float32.
 _CHECKED_ERROR = {torch.float64: 1e-6, torch.float32: 1e-4}
 _CHECKED_ERROR_OF_HALVES = 0.05
 
 
 @torch.inference_mode()
 def check_model(runner: Runner, vocab_size: int, max_length: int, received: Any = None) -> None:
-    """Refuse a model whose paged calls do not compute what its plain forward does.
+    """Check that paged calls of a model compute the same as its plain forward.
 
-    See [Note: a model is served only if it computes the same]. Its caches are made for it, and are gone.
-    Ranks that share layers call it together.
+    See [Note: a model is served only if it computes the same]. Allocates caches for the check, and frees
+    them. Ranks that share layers call it together.
 
     Args:
         runner: The model, or a stage of it, without caches.
-        vocab_size: Number of its tokens.
-        max_length: Most tokens of a sequence.
-        received: For a later stage, something of the kind that it is given, for any number of tokens.
+        vocab_size: Number of tokens of the vocabulary.
+        max_length: Maximum number of tokens of a sequence.
+        received: For a later stage, an example of its input, for any number of tokens.
 
     Raises:
-        ValueError: `runner` has a model that keeps a state beside its attention, or one that the attention
-            interface of transformers does not reach.
+        ValueError: `runner` has a model with state outside its attention, or with attention that bypasses
+            the interface of transformers.
     """
     model = runner.model
     missed = check_layer_types(runner)
@@ -405,7 +405,7 @@ def check_model(runner: Runner, vocab_size: int, max_length: int, received: Any 
     try:
         with runner.pages.undisturbed():
             plain = _tokens_first(runner.forward(tokens, np.arange(total), np.arange(total), whole))
-    except Exception as failure:  # foreign code, of sizes that may not fit each other
+    except Exception as failure:  # foreign code, with sizes that may not fit
         raise ValueError(
             f"{type(model).__name__} cannot be served: its own forward fails "
             f"({type(failure).__name__}: {failure})"
@@ -427,11 +427,11 @@ def check_model(runner: Runner, vocab_size: int, max_length: int, received: Any 
         part = tree_map_only(Tensor, lambda tensor: tensor[:, start : start + count], whole)  # noqa: B023
         found.append(_tokens_first(runner.run(arrays, part)))
         start += count
-    runner.allocate(0)
+    runner.allocate(0)  # frees the caches of the check
     bound = _CHECKED_ERROR.get(plain.dtype, _CHECKED_ERROR_OF_HALVES)
     error = (torch.cat(found).double() - plain.double()).abs().max() / plain.double().abs().max()
     if not error <= bound:
-        where = f": {', '.join(missed[:3])} keep a state elsewhere" if missed else ""
+        where = f": {', '.join(missed[:3])} keep a state of their own" if missed else ""
         raise ValueError(
             f"{type(model).__name__} cannot be served: cut into chunks, its outputs differ by {error:.1e} of "
             f"the largest{where}. Served are models whose attention layers all go through the attention "
@@ -440,13 +440,13 @@ def check_model(runner: Runner, vocab_size: int, max_length: int, received: Any 
 
 
 def check_layer_types(runner: Runner) -> list[str]:
-    """Refuse a model whose config names layers that keep something else than keys and values.
+    """Reject a model whose config names layers with other state than keys and values.
 
     Args:
         runner: The model, with known shapes.
 
     Returns:
-        The layers in which no attention was seen.
+        Names of the layers without attention.
 
     Raises:
         ValueError: `runner` has such a model.
@@ -468,7 +468,7 @@ def check_layer_types(runner: Runner) -> list[str]:
 
 
 def random_like(received: Any, num_tokens: int) -> Any:
-    """Return random numbers of the kind that a stage is given, (1, tokens, ...) each, for so many tokens."""
+    """Return a random input of a stage, (1, tokens, ...) each, for `num_tokens` tokens."""
 
     def drawn(tensor: Tensor) -> Tensor:
         generator = torch.Generator(tensor.device).manual_seed(0)

@@ -1,13 +1,13 @@
-"""Changes of a model in memory between two steps: its owner may train, replace, cast or move parts of it."""
+"""Changes of a model in memory between two steps: its owner may train, replace, cast or move its parts."""
 
 from torch import Tensor, nn
 
 
 class ModelWatch:
-    """Notices changes of the values of a model, and refuses states in which it cannot be served.
+    """Detects changes of the values of a model, and rejects states in which it cannot be served.
 
     Args:
-        model: The model, as it is when its caches are made.
+        model: The model, in the state of its caches' allocation.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -21,7 +21,7 @@ class ModelWatch:
         self._children = [part._modules for part in parts if part._modules]
         self._structure = self._find_structure()
         self._parameters = [part._parameters for part in parts if part._parameters]
-        # Other buffers, such as frequencies of angles, are written by the forward of some models.
+        # Non-persistent buffers, such as rotary frequencies, are written by the forward of some models.
         self._buffers = [
             (part._buffers, name)
             for part in parts
@@ -34,7 +34,7 @@ class ModelWatch:
         return [id(child) for children in self._children for child in children.values()]
 
     def stamp(self) -> int:
-        """Return a number that changes when a value changes in place, or another tensor takes its place."""
+        """Return a number that changes when a value changes in place or is replaced by another tensor."""
         if self._find_structure() != self._structure:
             self._watch_parts()
         held: list[Tensor] = [
@@ -45,7 +45,7 @@ class ModelWatch:
         return hash((*self._structure, *map(id, held), *versions))
 
     def refuse_unservable(self) -> None:
-        """Refuse a model that its owner has left in a state in which it cannot be served.
+        """Check that the model's owner has left it in a state in which it can be served.
 
         Raises:
             ValueError: The model is no longer of the dtype or on the device of its caches, or draws dropout
@@ -66,7 +66,7 @@ class ModelWatch:
 
 
 def _dropout_of(part: nn.Module) -> str | None:
-    """Return what a part drops in training mode, as text; None for nothing."""
+    """Return the dropout setting of a part, as text; None for none."""
     if isinstance(part, nn.modules.dropout._DropoutNd):
         return f"p={part.p}" if part.p > 0 else None
     named = ((name, value) for name, value in vars(part).items() if "drop" in name)

@@ -1,4 +1,4 @@
-"""Faster parts for models that are only served: packed products, in few bits too, and lean blocks."""
+"""Faster parts for inference-only models: packed and quantized products, and lean blocks."""
 
 from colossalai.inference.products._delta import AdaptedForward as AdaptedForward
 from colossalai.inference.products._delta import Deltas as Deltas

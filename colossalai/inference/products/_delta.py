@@ -1,11 +1,11 @@
-"""Deltas of linear layers: what adapters of low rank (LoRA, 2106.09685) add to a layer's outputs.
+"""Deltas of linear layers: outputs of low-rank adapters (LoRA, 2106.09685), added to a layer's outputs.
 
     y = x W^T + b + scale * (x A^T) B^T          A: (rank, in), B: (out, rank)
 
-for the rows whose answers asked for that adapter; the other rows keep what the layer has made, bit for bit.
-Of a layer that is cut over ranks A and B are cut as its weight is: B by rows where outputs are cut, A by
-columns where inputs are. Then a rank's delta is its part of a sum, like its product, and is added before the
-ranks complete the layer.
+for the rows of requests with that adapter; the other rows of the layer's output stay unchanged, bit for bit.
+A and B of a sharded layer are sharded like its weight: B by rows if outputs are sharded, A by columns if
+inputs are. Then a rank's delta is a partial sum, like its product, and is added before the ranks complete the
+layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,12 +22,12 @@ from colossalai.inference.products._quantized_linear import ProductParts, make_p
 
 
 class LinearDelta:
-    """What adapters add to one linear layer, on this rank.
+    """Delta of one linear layer by all adapters, on this rank.
 
     Args:
-        pairs: By the number of the adapter, A (rank, in) and scale * B (out, rank).
-        of_logits: Whether the layer is given the rows whose logits are wanted, rather than all tokens.
-        is_batch_invariant: Whether a row's result is to depend on nothing but the row.
+        pairs: A (rank, in) and scale * B (out, rank), by the number of the adapter.
+        of_logits: Whether the layer's input has the rows of the logits instead of all tokens.
+        is_batch_invariant: Whether the result of a row depends on that row only.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class LinearDelta:
         self.pairs = pairs
         self.of_logits = of_logits
         self.is_batch_invariant = is_batch_invariant
-        # A library may sum in another order where there are fewer rows, and MKL does so where a row is one of
-        # the last. So the products are those that layers use, of all rows.
+        # A library may sum in another order for fewer rows, and MKL does so for the last rows. So the
+        # products are those of layers, over all rows.
         self._products: dict[int, tuple[Product, Product]] = {}
         if is_batch_invariant:
             self._products = {
@@ -51,14 +51,14 @@ class LinearDelta:
 
     @property
     def is_due(self) -> bool:
-        """Whether the step that is running may have rows for it."""
+        """Whether the current step can have rows for it."""
         return adapter_rows(of_logits=self.of_logits) is not None
 
     def add(self, made: Tensor, x: Tensor) -> None:
-        """Add to a product, in place.
+        """Add the delta to a product, in place.
 
         Args:
-            made: (rows, out), what the layer has made of `x`.
+            made: (rows, out), the layer's product of `x`.
             x: (rows, in).
         """
         rows = adapter_rows(of_logits=self.of_logits)
@@ -66,7 +66,7 @@ class LinearDelta:
             return
         assert len(made) == rows.num_rows, "the layer has other rows than when it was tried"
         for number, places in rows.groups:
-            if number not in self.pairs:  # this adapter leaves the layer as it is
+            if number not in self.pairs:  # this adapter does not include the layer
                 continue
             first, second = self.pairs[number]
             if self.is_batch_invariant:
@@ -80,25 +80,25 @@ class LinearDelta:
 
 
 Deltas = Mapping[nn.Module, LinearDelta]
-"""The deltas of a model by the linear layers that they belong to."""
+"""Deltas of a model by linear layer."""
 
 NO_DELTAS: Deltas = MappingProxyType({})
 
 
 class AdaptedPair:
-    """A gated pair of products where adapters add to one or both of them, before the activation.
+    """A gated pair of products with deltas of adapters before the activation.
 
     Args:
         pair: The products.
-        gate: What is added to the first; None for nothing.
-        up: What is added to the second.
+        gate: Delta of the first; None for none.
+        up: Delta of the second; None for none.
     """
 
     def __init__(self, pair: GatedPair, gate: LinearDelta | None, up: LinearDelta | None) -> None:
         self.pair = pair
         self.deltas = (gate, up)
-        # An activation within a product rounds otherwise than one behind it: where company must not matter,
-        # it is behind it whether or not somebody in the step has an adapter.
+        # An activation fused into a product rounds differently from a separate one. For batch invariance
+        # it is always separate, with or without an adapter in the step.
         self.is_always_apart = any(delta.is_batch_invariant for delta in self.deltas if delta is not None)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -113,12 +113,12 @@ class AdaptedPair:
 
 
 class AdaptedForward:
-    """The forward, in paged calls, of a linear layer that is computed as it is.
+    """Forward, in paged calls, of an unchanged linear layer with a delta.
 
     Args:
         layer: The layer.
-        parts: What it computes with.
-        delta: What is added.
+        parts: Its weight, bias and sharding.
+        delta: Its delta.
     """
 
     def __init__(self, layer: nn.Module, parts: ProductParts, delta: LinearDelta) -> None:
@@ -129,14 +129,14 @@ class AdaptedForward:
         self._out_features = parts.out_features
 
     def __call__(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return what the layer returns, with what is added to it; (..., in) to (..., out)."""
+        """Return the layer's output plus the delta; (..., in) to (..., out)."""
         plain = self._plain(x, *args, **kwargs)
         if not self._delta.is_due:
             return plain
         flat = x.reshape(-1, x.shape[-1])
         added = plain.new_zeros(len(flat), self._out_features)
         self._delta.add(added, flat)
-        # The layer has been completed by its ranks already, so this is completed by itself.
+        # The ranks have completed the layer's output already, so the delta is completed separately.
         if self._summed_over is not None:
             added = all_reduce_in_place(added, self._summed_over)
         if self._gathered_over is not None:

@@ -1,8 +1,8 @@
-"""Faster parts for a model that is only served: packed products, whole blocks with few operations.
+"""Faster parts for inference-only models: packed products, and whole blocks with few operations.
 
-Parts are known by their structure, not by the names of their classes, and none is taken at its word: each
-replacement is compared with the part that it replaces, on random input in a paged call, and what differs
-stays as it was. Parameters that a replacement has taken in are gone from the model.
+Parts are recognized by their structure, not by class names, and every replacement is checked: it is compared
+with the original part on random input in a paged call, and a part that differs stays as it was. The model
+loses the parameters that a replacement has packed.
 """
 
 from collections.abc import Mapping
@@ -36,14 +36,14 @@ _ANGLES_BY_POSITION = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 class PackedLinear(nn.Module):
-    """A linear layer over a packed weight, or the part of one that this rank has.
+    """A linear layer with a packed weight, or this rank's part of one.
 
     Args:
-        linear: What it does the work of.
-        delta: What adapters add to it; None for nothing.
+        linear: The original layer.
+        delta: Delta of adapters; None for none.
 
     Raises:
-        ValueError: `linear` is no linear layer.
+        ValueError: `linear` is not a linear layer.
     """
 
     def __init__(self, linear: nn.Module, delta: LinearDelta | None = None) -> None:
@@ -52,18 +52,18 @@ class PackedLinear(nn.Module):
         self.product = self._take_in(linear)
 
     def load(self, linear: nn.Module) -> None:
-        """Take over the values of a linear layer of the same shape, in packed form.
+        """Pack the values of a linear layer of the same shape.
 
         Raises:
-            ValueError: `linear` is no linear layer.
+            ValueError: `linear` is not a linear layer.
         """
         self.product = self._take_in(linear).in_place_of(self.product)
 
     def _take_in(self, linear: nn.Module) -> Product:
-        """Note what surrounds the product of a linear layer, and return that product."""
+        """Record the bias and the collectives of a linear layer, and return its product."""
         parts = product_parts(linear)
         if parts is None:
-            raise ValueError(f"{type(linear).__name__} is no linear layer")
+            raise ValueError(f"{type(linear).__name__} is not a linear layer")
         self.summed_over, self.gathered_over = parts.summed_over, parts.gathered_over
         self.num_outputs = parts.num_outputs
         is_summed = parts.summed_over is not None
@@ -76,20 +76,20 @@ class PackedLinear(nn.Module):
         made = self.product(rows)
         if self.delta is not None:
             self.delta.add(made, rows)
-        made = self.complete(made).unflatten(0, x.shape[:-1])  # there may be no token at all
-        if self.gathered_over is not None:
+        made = self.complete(made).unflatten(0, x.shape[:-1])  # x may be empty
+        if self.gathered_over is not None:  # all-gather over the tensor ranks; drops padded outputs
             made = gather_forward_split_backward(made, self.gathered_over, -1)[..., : self.num_outputs]
         return made
 
     def complete(self, made: Tensor) -> Tensor:
-        """Sum this rank's product with those of the others."""
+        """Sum this rank's partial product with those of the other ranks (all-reduce), and add the bias."""
         if self.summed_over is not None:
             made = all_reduce_in_place(made.contiguous(), self.summed_over)
         return made if self.bias_after_sum is None else made.add_(self.bias_after_sum)
 
     def add_to(self, residual: Tensor, x: Tensor) -> Tensor:
         """Return residual + product; both (tokens, features)."""
-        # One rank adds the residual before the sum, so that it is in it once.
+        # Only one rank adds the residual before the all-reduce, so the sum contains it once.
         has_residual = self.summed_over is None or self.summed_over.rank == 0
         made = self.product(x, add=residual) if has_residual else self.product(x)
         if self.delta is not None:
@@ -98,13 +98,13 @@ class PackedLinear(nn.Module):
 
 
 class FastNorm(nn.Module):
-    """Root mean square norm (1910.07467), in five operations of which three read the input.
+    """Root mean square norm (1910.07467), in five operations, three of which read the input.
 
-    On a CPU torch's own `rms_norm` is made of a dozen, which write the input's size over and over.
+    On a CPU torch's own `rms_norm` consists of a dozen, each of which writes a tensor of the input's size.
 
     Args:
         weight: (features,).
-        epsilon: Is added to the mean of the squares.
+        epsilon: Added to the mean of the squares.
     """
 
     def __init__(self, weight: Tensor, epsilon: float) -> None:
@@ -114,7 +114,7 @@ class FastNorm(nn.Module):
         self.epsilon = nn.Buffer(torch.tensor(epsilon, dtype=precise, device=weight.device), persistent=False)
 
     def load(self, norm: Any) -> None:
-        """Take over the values of a norm of the same shape."""
+        """Copy the values of a norm of the same shape."""
         self.weight.copy_(norm.weight)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,12 +125,12 @@ class FastNorm(nn.Module):
 
 
 class FastBlock(nn.Module):
-    """A block of norm, attention with rotary positions, norm and gated feed-forward, as Llama has it.
+    """A block of norm, attention with rotary positions, norm and gated feed-forward, as in Llama.
 
     Args:
         block: A block of transformers with these parts.
-        asked: What each attention of the model asks for.
-        deltas: What adapters add to its linear layers.
+        asked: Attention options of each attention of the model.
+        deltas: Deltas of adapters by linear layer.
 
     Raises:
         ValueError: `block` has other parts.
@@ -156,14 +156,14 @@ class FastBlock(nn.Module):
         if mlp.gate_proj in deltas or mlp.up_proj in deltas:
             self.gated = AdaptedPair(self.gated, deltas.get(mlp.gate_proj), deltas.get(mlp.up_proj))
         self.down = PackedLinear(mlp.down_proj, deltas.get(mlp.down_proj))
-        # Not a sub-module: it has no parameters any more, and is the key of its cache.
+        # Not a submodule: it has no parameters any more, and serves as the key of its cache.
         object.__setattr__(self, "_attention", attention)
         if attention not in asked:
             raise ValueError(f"{type(attention).__name__} does not go through the attention interface")
         self.options = asked[attention]
 
     def load(self, block: Any) -> None:
-        """Take over the values of a block of the same shapes; what adapters add stays."""
+        """Load the values of a block of the same shapes; deltas stay."""
         attention, mlp = block.self_attn, block.mlp
         self.attention_norm.load(block.input_layernorm)
         self.feed_forward_norm.load(block.post_attention_layernorm)
@@ -180,18 +180,18 @@ class FastBlock(nn.Module):
 
     @property
     def products(self) -> tuple[Product, ...]:
-        """Those that are no linear layer of their own here."""
+        """Products of the block that are not in a `PackedLinear`."""
         pair = self.gated.pair if isinstance(self.gated, AdaptedPair) else self.gated
         return (self.qkv, *pair.products)
 
     def forward(
         self, hidden_states: Tensor, *args: Any, position_embeddings: tuple[Tensor, Tensor], **kwargs: Any
     ) -> Tensor:
-        """Return the hidden states behind the block; (1, tokens, hidden)."""
+        """Return the output of the block; (1, tokens, hidden)."""
         return self.run(hidden_states[0], turns_of(*position_embeddings)).unsqueeze(0)
 
     def run(self, x: Tensor, turns: "Turns") -> Tensor:
-        """Return the hidden states behind the block; x is (tokens, hidden)."""
+        """Return the output of the block; x is (tokens, hidden)."""
         call = current_call()
         assert call is not None, "a model with faster parts runs in paged calls only"
         normed = self.attention_norm(x)
@@ -212,7 +212,7 @@ class FastBlock(nn.Module):
         return self.down.add_to(x, inner)
 
     def _adapt(self, fused: Tensor, normed: Tensor) -> None:
-        """Add to queries, keys and values, in place, what adapters add to each."""
+        """Add the deltas of adapters to queries, keys and values, in place."""
         heads = (self.num_query_heads, self.num_heads, self.num_heads)
         parts = fused.split([count * self.head_size for count in heads], -1)
         for delta, part in zip(self.qkv_deltas, parts, strict=True):
@@ -225,7 +225,7 @@ Turns = tuple[Tensor, Tensor]
 
 
 def turns_of(cos: Tensor, sin: Tensor) -> Turns:
-    """Return what `_rotate` takes.
+    """Return the arguments of `_rotate`.
 
     Args:
         cos: (1, tokens, size), both halves the same.
@@ -236,10 +236,10 @@ def turns_of(cos: Tensor, sin: Tensor) -> Turns:
 
 
 def _rotate(x: Tensor, turns: Turns) -> Tensor:
-    """Turn pairs of features by the angle of a token's position (2104.09864).
+    """Rotate pairs of features by the angle of a token's position (2104.09864).
 
     Args:
-        x: (tokens, heads, size); feature i makes a pair with feature i + size / 2.
+        x: (tokens, heads, size); feature i is paired with feature i + size / 2.
         turns: The angles.
     """
     cos, sin = turns
@@ -247,15 +247,15 @@ def _rotate(x: Tensor, turns: Turns) -> Tensor:
 
 
 class FastLogits(NamedTuple):
-    """What a model returns; (1, rows, vocabulary)."""
+    """Output of a model; (1, rows, vocabulary)."""
 
     logits: Tensor
 
 
 class FastModel(nn.Module):
-    """A causal language model of `FastBlock`s only, without what its own forward does around them.
+    """A causal language model of `FastBlock`s only, without the overhead of its own forward.
 
-    What is left out would be paid in every step: masks that nobody reads, checks, wrapped outputs.
+    Each step would repeat it: unused masks, checks, wrapped outputs.
 
     Args:
         model: The model.
@@ -297,30 +297,30 @@ class FastModel(nn.Module):
 
 
 FasterPart = PackedLinear | FastNorm | FastBlock
-"""What may replace a part of a model; `load` takes over new values of that part."""
+"""Replacement of a part of a model; `load` takes new values of the original part."""
 
 
 @torch.inference_mode()
 def make_faster(
     runner: Runner, vocab_size: int, received: Any = None, deltas: Deltas = NO_DELTAS
 ) -> dict[str, FasterPart | FastModel]:
-    """Replace parts of a model by equal, faster ones.
+    """Replace parts of a model by equivalent, faster ones.
 
     Ranks that share layers call it together.
 
     Args:
-        runner: The model, or a stage of it, with known shapes and without caches; it is served only from now
-            on.
-        vocab_size: Number of its tokens.
-        received: For a later stage, something of the kind that it is given.
-        deltas: What adapters add to linear layers; a part that replaces such a layer adds it.
+        runner: The model, or a stage of it, with known shapes and without caches; used for inference only
+            from now on.
+        vocab_size: Number of tokens of the vocabulary.
+        received: For a later stage, an example of its input.
+        deltas: Deltas of adapters by linear layer; the replacement of a layer applies its delta.
 
     Returns:
-        What has replaced parts, by their names; the whole model's is "".
+        The replacements by name; "" for the whole model.
     """
     calls = _record_calls(runner, vocab_size, received)
     replaced: dict[str, FasterPart | FastModel] = {}
-    within: set[nn.Module] = set()  # parts of those that were replaced
+    within: set[nn.Module] = set()  # parts of replaced modules
     unequal: list[str] = []
 
     def improve(name: str, part: nn.Module, fast: FasterPart | FastModel | None) -> None:
@@ -352,7 +352,7 @@ def make_faster(
 def _faster_part(
     part: nn.Module, asked: Mapping[nn.Module, AttentionOptions], deltas: Deltas
 ) -> FasterPart | None:
-    """Return a faster part that may do the work of another one; None where none is known."""
+    """Return a faster candidate for a part; None for an unknown structure."""
     block, linear = (
         partial(FastBlock, asked=asked, deltas=deltas),
         partial(PackedLinear, delta=deltas.get(part)),
@@ -361,12 +361,12 @@ def _faster_part(
         try:
             return kind(part)
         except (AttributeError, ValueError):
-            continue  # it has another structure: the parts in it have their turn
+            continue  # another structure: its parts are tried later
     return None
 
 
 def _faster_model(model: nn.Module) -> FastModel | None:
-    """Return what may do the work of a model whose parts have been replaced; None where none is known."""
+    """Return a faster candidate for a whole model with replaced parts; None for an unknown structure."""
     try:
         return FastModel(model)
     except (AttributeError, ValueError):
@@ -385,10 +385,10 @@ def served_products(model: nn.Module) -> list[Product]:
 
 
 def _check_whole(runner: Runner, vocab_size: int, received: Any) -> None:
-    """Refuse a model whose own code uses a value that a faster part has taken in.
+    """Check that a model's own code uses no value that was moved into a faster part.
 
     Raises:
-        ValueError: `runner` has such a model.
+        ValueError: `runner` has a model that uses one.
     """
     try:
         _record_calls(runner, vocab_size, received)
@@ -403,7 +403,7 @@ _Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def _record_calls(runner: Runner, vocab_size: int, received: Any) -> dict[nn.Module, _Call]:
-    """Return what each part of a model is called with, random numbers in the place of its first tensor."""
+    """Return the arguments of each part's first call, with random numbers for its first tensor."""
     calls: dict[nn.Module, _Call] = {}
     generator = torch.Generator(runner.device).manual_seed(0)
 
@@ -429,14 +429,14 @@ def _record_calls(runner: Runner, vocab_size: int, received: Any) -> dict[nn.Mod
 
 
 def _agrees(runner: Runner, part: nn.Module, fast: nn.Module, call: _Call) -> bool:
-    """Return whether two parts do the same in a paged call; not where one of them cannot be called so."""
+    """Return whether two parts agree in a paged call; False if one of them cannot be called."""
     args, kwargs = call
     runner.allocate(-(-_CHECKED_TOKENS // runner.block_size))
     found = []
     try:
         for each in (part, fast):
             with runner.paged_call(np.zeros(1, np.int64), np.array([_CHECKED_TOKENS])):
-                # The forward alone: hooks of a pipeline's stage would end it here.
+                # Call `forward` directly: hooks of a pipeline stage would end the call here.
                 output = each.forward(*args, **kwargs)
             found.append(next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)).double())
     except (IndexError, RuntimeError, TypeError, ValueError):  # angles of some features only, other arguments
@@ -447,8 +447,8 @@ def _agrees(runner: Runner, part: nn.Module, fast: nn.Module, call: _Call) -> bo
     bound = _CHECKED_ERROR.get(next(iter(runner.shapes.values())).dtype, _CHECKED_ERROR_OF_HALVES)
     ways = {layer.way for layer in part.modules() if isinstance(layer, QuantizedLinear)}
     if any(way.rounds_rows or way.bits == 4 for way in ways):
-        # The part computes with the same codes: they differ where a row's value lies between two, or, in 4
-        # bits, as bfloat16 does.
+        # Both use the same codes. They differ for values of a row between two codes, or, in 4 bits, by the
+        # rounding of bfloat16.
         bound = max(bound, _CHECKED_ERROR_OF_HALVES)
     return expected.shape == made.shape and bool(
         (made - expected).abs().max() <= bound * expected.abs().max()
@@ -456,11 +456,11 @@ def _agrees(runner: Runner, part: nn.Module, fast: nn.Module, call: _Call) -> bo
 
 
 def _take_over(part: nn.Module, fast: nn.Module) -> None:
-    """Let a part do its work by a faster one, which is all that it holds from now on.
+    """Replace the forward of a part by a faster one, and free the part's own tensors.
 
-    The module itself stays: a stack of blocks, hooks and the model's own code go on finding it. An attention
-    that stays as the key of its cache is emptied, too, or its weights would lie in memory twice. Models read
-    the dtype and the device of a layer's weight: a stand-in without values has them.
+    The module itself stays, for stacks of blocks, hooks and the model's own code. An attention that remains
+    as the key of its cache is emptied, too, so that its weights are not in memory twice. Models read the
+    dtype and the device of a layer's weight, so an empty tensor replaces it.
     """
     kept = set(fast.modules())
     for emptied in [each for each in part.modules() if each not in kept]:
@@ -474,7 +474,7 @@ def _take_over(part: nn.Module, fast: nn.Module) -> None:
 
 
 def _merged(attention: Any, head_size: int) -> tuple[Product, int, int]:
-    """Return one product for query, key and value, and the heads of queries and of keys on this rank."""
+    """Return one product for query, key and value, and the numbers of query and key heads on this rank."""
     parts = [product_parts(layer) for layer in _projections(attention)]
     merged = merge_parts(parts)
     query, key = (part.out_features // head_size for part in parts[:2] if part is not None)
@@ -486,11 +486,11 @@ def _projections(attention: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
 
 
 def _gated(mlp: Any) -> GatedPair:
-    """Return the products of a gated feed-forward up to its last one."""
+    """Return the products of a gated feed-forward before the last one."""
     parts = [product_parts(layer) for layer in (mlp.gate_proj, mlp.up_proj)]
     activation = _activation(mlp.act_fn)
     if any(part is not None and isinstance(part.weight, QuantizedWeight) for part in parts):
-        # Rows are rounded once, and the operator has a price by the call: one product is faster than two.
+        # Rows are quantized once, and the operator has a cost per call: one product is faster than two.
         return GatedPair((merge_parts(parts).product(),), activation)
     return GatedPair((PackedLinear(mlp.gate_proj).product, PackedLinear(mlp.up_proj).product), activation)
 
@@ -506,10 +506,10 @@ def _norm(norm: Any) -> FastNorm:
     """Return the fast form of a root mean square norm.
 
     Raises:
-        AttributeError: `norm` is none.
+        AttributeError: `norm` is another kind of module.
     """
     if not type(norm).__name__.endswith("RMSNorm"):
-        raise AttributeError(f"{type(norm).__name__} is no root mean square norm")
+        raise AttributeError(f"{type(norm).__name__} is not a root mean square norm")
     epsilon = norm.variance_epsilon if hasattr(norm, "variance_epsilon") else norm.eps
     if list(dict(norm.named_parameters())) != ["weight"]:
         raise AttributeError(f"{type(norm).__name__} has more than a weight")

@@ -1,17 +1,18 @@
-"""Products of activations with weights that stay as they are, and are packed once for it.
+"""Products of activations with constant weights, which are packed once.
 
-A product may apply an activation function to its result, add a residual to it, or multiply it by a gate: what
-a step writes and reads again is as much of its time as the arithmetic where there are few tokens.
+A product can fuse an activation function, the addition of a residual, or the multiplication by a gate: with
+few tokens, writing and reading intermediate results takes as much time as the arithmetic.
 
 [Note: a kernel for each number of rows]
-oneDNN compiles a kernel for each number of rows, 0.5 MiB and half a millisecond, and keeps 1,024 of them.
+oneDNN compiles a kernel for each number of rows, 0.5 MiB and half a millisecond, and caches 1,024 of them.
 Steps have any number of tokens, so a server would grow by 600 MiB in its first hours. So the number of rows
-is rounded up to one of 8 between two powers of two: by an eighth at most, and up to 16 rows not at all.
+is rounded up to one of 8 values between two powers of two: by an eighth at most, and up to 16 rows not at
+all.
 
 [Note: one row may take longer than four]
-A product with one or two rows does nothing but read the weight, and on some processors oneDNN's kernel for
-four rows reads it faster (`benchmarks/packed_rows.py`). So it is measured, once for a type: packed weights
-that no cache holds are multiplied by one row and by four. Where a product has a row table, one row goes there
+A product with one or two rows is bound by reading the weight, and on some processors oneDNN's kernel for four
+rows reads it faster (`benchmarks/packed_rows.py`). So this is measured once for each dtype: packed weights
+larger than the caches are multiplied by one row and by four. A product with a row table uses it for one row
 ([Note: one row as a sum of rows]).
 """
 
@@ -35,7 +36,7 @@ _FUNCTIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
     "relu": functional.relu,
 }
-# Names of oneDNN, and of the way in which it computes them.
+# Names of oneDNN, with its algorithm.
 _ONEDNN_NAMES = {
     None: ("none", ""),
     "silu": ("swish", ""),
@@ -43,9 +44,9 @@ _ONEDNN_NAMES = {
     "gelu_tanh": ("gelu", "tanh"),
     "relu": ("relu", ""),
 }
-# Rows for which oneDNN lays weights out. With this one it is as fast for one row, or for 512, as with others.
+# Number of rows of oneDNN's weight layout. This one is as fast as others, both for one row and for 512.
 _ROWS_HINT = 16
-_NUM_SIZES_BITS = 3  # of the numbers of rows between two powers of two
+_NUM_SIZES_BITS = 3  # log2 of the allowed numbers of rows between two powers of two
 
 
 # See [Note: one row may take longer than four].
@@ -59,7 +60,7 @@ _WORTHWHILE = 0.95  # of the time of one row
 @cache
 @torch.inference_mode()
 def fewest_rows(dtype: torch.dtype) -> int:
-    """Return to how many rows a product of one or two is filled up here: 1, none, or 4."""
+    """Return the number of rows that a product of one or two is padded to on this machine: 1 (none) or 4."""
     if not torch.backends.mkldnn.is_available():
         return 1
     plain = torch.ones(_MEASURED_SIZE, dtype=dtype)
@@ -76,17 +77,17 @@ def fewest_rows(dtype: torch.dtype) -> int:
                 torch.ops.mkldnn._linear_pointwise(x, weight, None, "none", [], "")
             if number:
                 found.append(time.thread_time() - began)
-    one, many = (min(found) for found in seconds.values())  # what disturbs only adds
+    one, many = (min(found) for found in seconds.values())  # disturbances only add time
     return _MANY_ROWS if many < _WORTHWHILE * one else 1
 
 
 class Product(ABC):
-    """y = x W^T + b, and what is done with y before it is written.
+    """Abstract: y = x W^T + b, with an optional fused operation on y.
 
     Attributes:
-        out_features: Features of y.
-        in_features: Features of x.
-        row_table: What a single row is multiplied with; None for the same as other rows.
+        out_features: Number of features of y.
+        in_features: Number of features of x.
+        row_table: Row table for single rows; None to treat them like other rows.
     """
 
     row_table: RowTable | None
@@ -105,43 +106,43 @@ class Product(ABC):
         add: Tensor | None = None,
         mul: Tensor | None = None,
     ) -> Tensor:
-        """Return the product; at most one of the three is given.
+        """Return the product; at most one of `act`, `add` and `mul` may be given.
 
         Args:
             x: (tokens, in_features).
-            act: Is applied to it.
-            add: (tokens, out_features), is added to it.
-            mul: The same shape, multiplies it.
+            act: Activation of the product.
+            add: (tokens, out_features), added to the product.
+            mul: The same shape, multiplied with the product.
         """
 
     @property
     @abstractmethod
     def num_bytes(self) -> int:
-        """Bytes of the weight and what belongs to it, without a row table."""
+        """Size of the weight with its bias and scales in bytes, without a row table."""
 
     @property
     @abstractmethod
     def input_dtype(self) -> torch.dtype:
-        """Type of x."""
+        """Dtype of x."""
 
     @property
     def table_dtype(self) -> torch.dtype | None:
-        """Type of a row table of the weight, int8 for codes; None where there can be none."""
+        """Dtype of a row table of the weight, int8 for codes; None if not supported."""
         return None
 
     def make_row_table(self) -> RowTable:
-        """Return a row table of the weight; only where `table_dtype` is not None."""
+        """Build a row table of the weight; requires a `table_dtype`."""
         raise NotImplementedError
 
     def in_place_of(self, old: "Product") -> Self:
-        """Return this product, with a row table if the one that it replaces has one; that one loses it."""
-        had_table, old.row_table = old.row_table is not None, None  # two of them are never there at once
+        """Take over the role of `old`, including its use of a row table, which `old` loses."""
+        had_table, old.row_table = old.row_table is not None, None  # frees the old table before a new one
         self.row_table = self.make_row_table() if had_table else None
         return self
 
 
 class PlainProduct(Product):
-    """The product of torch, on any device and in any type.
+    """Product by torch, for any device and dtype.
 
     Args:
         weight: (out_features, in_features).
@@ -166,20 +167,20 @@ class PlainProduct(Product):
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Type of x."""
+        """Dtype of x."""
         return self.weight.dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight and the bias."""
+        """Size of the weight and the bias in bytes."""
         return self.weight.nbytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class PackedProduct(Product):
-    """The product of oneDNN on CPU, with a weight in the layout that it reads fastest.
+    """Product by oneDNN on CPU, with a packed weight.
 
     Args:
-        weight: (out_features, in_features), float32 or bfloat16; its memory is not kept.
+        weight: (out_features, in_features), float32 or bfloat16; the packed weight is a copy.
         bias: (out_features,), None for none.
     """
 
@@ -219,42 +220,42 @@ class PackedProduct(Product):
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Type of x."""
+        """Dtype of x."""
         return self._dtype
 
     @property
     def table_dtype(self) -> torch.dtype | None:
-        """Type of a row table of the weight."""
+        """Dtype of a row table of the weight."""
         return self._dtype
 
     def make_row_table(self) -> RowTable:
-        """Return a row table of the weight, which is unpacked for it."""
+        """Build a row table from the unpacked weight."""
         return FloatRowTable(self._packed.to_dense())
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight and the bias."""
+        """Size of the weight and the bias in bytes."""
         return self._num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 # See [Note: a kernel for each number of rows].
 def with_rounded_rows(x: Tensor, fewest: int = 1) -> Tensor:
-    """Return x with further rows below it, up to one of few numbers of rows.
+    """Pad x with rows, up to an allowed number of rows.
 
     Args:
         x: (rows, features).
-        fewest: Least number of rows.
+        fewest: Minimum number of rows.
     """
     num_rows = x.shape[0]  # len(x) goes through Python, in every product of every step
     if 0 < num_rows < fewest:
-        # What stands in the further rows does not matter; a copy of x is a third of the cost of zeros.
+        # The values of padding rows do not matter; a copy of x takes a third of the time of zeros.
         return torch.cat((x,) * -(-fewest // num_rows))[:fewest]
     missing = -num_rows % (1 << max(0, (num_rows - 1).bit_length() - _NUM_SIZES_BITS - 1))
     return functional.pad(x, (0, 0, 0, missing)) if missing else x
 
 
 def finish(made: Tensor, act: Activation | None, add: Tensor | None, mul: Tensor | None) -> Tensor:
-    """Apply to a product what `Product` says."""
+    """Apply the optional operation of a `Product` to its result, in place if possible."""
     if act is not None:
         activated: Tensor = _FUNCTIONS[act](made)
         return activated
@@ -264,11 +265,11 @@ def finish(made: Tensor, act: Activation | None, add: Tensor | None, mul: Tensor
 
 
 class GatedPair:
-    """act(x G^T) * (x U^T), of two products, or of one that has the outputs of both.
+    """act(x G^T) * (x U^T), by two products, or by one with the outputs of both.
 
     Args:
-        products: G and U, or both of them as one, G first.
-        activation: What is applied to the first.
+        products: G and U, or both as one, G first.
+        activation: Activation of the first.
     """
 
     def __init__(self, products: tuple[Product, ...], activation: Activation) -> None:
@@ -291,7 +292,7 @@ class GatedPair:
         return gate, up
 
     def in_place_of(self, old: "GatedPair") -> Self:
-        """Return this pair, with row tables where the one that it replaces has some."""
+        """Take over the role of `old`, including the use of row tables."""
         for new_product, old_product in zip(self.products, old.products, strict=True):
             new_product.in_place_of(old_product)
         return self

@@ -1,7 +1,7 @@
-"""Linear layers whose weight is in codes, computed plainly, and what any linear layer computes with.
+"""Reference implementation of quantized linear layers, and the parts of any linear layer.
 
-A model whose layers are these is the definition of what a quantized model computes: it is saved and loaded,
-checked like any other, and each faster part is compared with it.
+A model with these layers defines the results of a quantized model: it is saved and loaded, checked like any
+other, and each faster part is compared with it.
 """
 
 from collections.abc import Iterator
@@ -23,15 +23,15 @@ from colossalai.shardformer import linear_parts
 
 @dataclass(frozen=True)
 class ProductParts:
-    """What a linear layer computes with, quantized or not, cut or not.
+    """Weight, bias and sharding of a linear layer, quantized or not.
 
     Attributes:
         weight: (out, in), this rank's slice.
-        bias: (out,), this rank's slice, or the whole where outputs are summed; None for none.
-        dtype: Of inputs and outputs.
-        summed_over: The ranks over which products are summed, before the bias is added; None for none.
-        gathered_over: The ranks over which outputs are gathered; None for none.
-        num_outputs: Outputs that are left of those then.
+        bias: (out,), this rank's slice, or the whole if outputs are summed; None for none.
+        dtype: Dtype of inputs and outputs.
+        summed_over: Axis of the all-reduce of products, before the bias is added; None for none.
+        gathered_over: Axis of the all-gather of outputs; None for none.
+        num_outputs: Number of outputs to keep after the all-gather.
     """
 
     weight: Tensor | QuantizedWeight
@@ -43,30 +43,30 @@ class ProductParts:
 
     @property
     def out_features(self) -> int:
-        """Outputs of the product on this rank."""
+        """Number of outputs of the product on this rank."""
         weight = self.weight
         return weight.out_features if isinstance(weight, QuantizedWeight) else len(weight)
 
     def product(self, *, has_bias: bool = True) -> Product:
-        """Return the fastest product for them.
+        """Return the fastest product for these parts.
 
         Args:
-            has_bias: Whether it adds the bias.
+            has_bias: Whether the product adds the bias.
         """
         return make_product(self.weight, self.bias if has_bias else None, self.dtype)
 
 
 class QuantizedLinear(nn.Module):
-    """A linear layer with a weight in codes.
+    """A linear layer with a quantized weight.
 
     Args:
-        weight: The weight; its tensors become buffers, under the names that they have there.
-        bias: (out,), this rank's slice, or the whole where outputs are summed; None for none.
-        dtype: Of inputs and outputs.
-        summed_over: The ranks over which products are summed; None for none.
-        gathered_over: The ranks over which outputs are gathered; None for none.
-        num_outputs: Outputs that are left of those then.
-        source: The layer that it was made of, without memory: new values come by the names of that one.
+        weight: The weight; its tensors become buffers of the same names.
+        bias: (out,), this rank's slice, or the whole if outputs are summed; None for none.
+        dtype: Dtype of inputs and outputs.
+        summed_over: Axis of the all-reduce of products; None for none.
+        gathered_over: Axis of the all-gather of outputs; None for none.
+        num_outputs: Number of outputs to keep after the all-gather.
+        source: The original layer without memory, whose names are those of new values.
     """
 
     source: nn.Module | None
@@ -87,7 +87,7 @@ class QuantizedLinear(nn.Module):
         source: nn.Module | None = None,
     ) -> None:
         super().__init__()
-        object.__setattr__(self, "source", source)  # no part of the model: it has no values
+        object.__setattr__(self, "source", source)  # not a submodule: it has no values
         self.way = weight.way
         self.rounds_rows = weight.way.rounds_rows
         self.dtype = dtype
@@ -98,7 +98,7 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("bias", bias)
 
     def load(self, weight: QuantizedWeight, bias: Tensor | None) -> None:
-        """Take other values of the same shapes."""
+        """Copy other values of the same shapes."""
         self.codes.copy_(weight.codes)
         self.scales.copy_(weight.scales)
         if self.zeros is not None and weight.zeros is not None:
@@ -108,7 +108,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def weight(self) -> QuantizedWeight:
-        """The weight of this rank."""
+        """The quantized weight of this rank."""
         return QuantizedWeight(self.way, self.codes, self.scales, self.zeros)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -124,7 +124,7 @@ class QuantizedLinear(nn.Module):
         return made
 
     def _apply(self, fn: Any, recurse: bool = True) -> "QuantizedLinear":
-        """Move, without giving scales another type with `model.to(dtype)`: they belong to the codes."""
+        """Move to a device; scales keep their dtype under `model.to(dtype)`, as part of the codes."""
         kept = {name: tensor.dtype for name, tensor in self.named_buffers() if name != "bias"}
         super()._apply(fn, recurse)
         for name, dtype in kept.items():
@@ -132,15 +132,15 @@ class QuantizedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the description for `print(model)`."""
         return f"{self.weight.in_features}, {self.weight.out_features}, {self.way.name}"
 
 
 @contextmanager
 def without_rounded_rows(model: nn.Module) -> Iterator[None]:
-    """Let quantized layers take activations as they are within the block, so that small errors stay small.
+    """Disable the rounding of activations in quantized layers, so that small errors stay small.
 
-    A value between two codes goes to one or the other by a last bit, which other products before it change.
+    With rounding, a change in the last bit can move a value between two codes to the other one.
     """
     layers = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
     for layer in layers:
@@ -153,7 +153,7 @@ def without_rounded_rows(model: nn.Module) -> Iterator[None]:
 
 
 def product_parts(layer: nn.Module) -> ProductParts | None:
-    """Return what a linear layer, quantized or not, computes with; None for anything else."""
+    """Return the parts of a linear layer, quantized or not; None for another module."""
     if isinstance(layer, QuantizedLinear):
         return ProductParts(
             layer.weight, layer.bias, layer.dtype, layer.summed_over, layer.gathered_over, layer.num_outputs
@@ -168,10 +168,10 @@ def product_parts(layer: nn.Module) -> ProductParts | None:
 
 
 def merge_parts(parts: "list[ProductParts | None]") -> ProductParts:
-    """Return layers with the same inputs as one, their outputs one behind the other.
+    """Merge layers with the same inputs by concatenating their outputs.
 
     Raises:
-        ValueError: `parts` are not all of linear layers of one kind, or ranks complete them together.
+        ValueError: `parts` include other modules, differ in kind, or need a collective over ranks.
     """
     each = [part for part in parts if part is not None]
     if len(each) < len(parts) or any(part.summed_over or part.gathered_over for part in each):
@@ -189,12 +189,12 @@ def merge_parts(parts: "list[ProductParts | None]") -> ProductParts:
 
 
 def make_product(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """Return the fastest product for a weight, where it is.
+    """Return the fastest product for a weight on its device.
 
     Args:
-        weight: (out, in), of the type of its inputs, or in codes.
+        weight: (out, in), in the dtype of its inputs, or quantized.
         bias: (out,), None for none.
-        dtype: Of its inputs.
+        dtype: Dtype of its inputs.
     """
     if isinstance(weight, QuantizedWeight):
         return make_quantized_product(weight, bias, dtype)
@@ -202,7 +202,7 @@ def make_product(weight: Tensor | QuantizedWeight, bias: Tensor | None, dtype: t
 
 
 def is_packed(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether the fastest product there packs its weight, and so keeps nothing of the given one."""
+    """Return whether the fastest product packs a copy of its weight."""
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype == torch.bfloat16:  # processors without AVX-512 have no packed products of this type

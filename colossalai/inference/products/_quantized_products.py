@@ -1,18 +1,18 @@
 """Products with weights in 8 or 4 bits.
 
 [Note: digits of a row]
-A row of activations is divided by its largest, and rounded to codes of 8 bits, its first digits; what this
-leaves, times 254, is rounded to its second digits. Integer products with codes of weights are exact, so a
-row's result depends on nothing but the row. With one digit (`int8`) a row is off by up to 1/254 of its
-largest; with two digits (`int8-weights` in float32) by 1/64,516 of it, which is no more than float32 models
-show from one library to another, at one integer product with twice the rows: on a CPU that multiplies
-integers that is faster than the product in float32 from the first row on.
+A row of activations is divided by its largest absolute value and rounded to codes of 8 bits, its first
+digits; the remainder, times 254, is rounded to its second digits. Integer products with codes of weights are
+exact, so the result of a row depends on that row only. With one digit (`int8`) the error of a row is up to
+1/254 of its largest value; with two digits (`int8-weights` in float32) 1/64,516 of it, no more than the
+difference between two libraries in float32, by one integer product with twice the rows: on a CPU with integer
+instructions this is faster than the product in float32, from the first row on.
 
 [Note: integer products that saturate]
 x86 processors without VNNI add two products of 8 bits each in 16 bits, which hold 32,767: 255 * 127 * 2 does
-not fit, and the sum is cut off without a word (a row of ones gave 5 in the place of 640). So there a code u
-of a row is the sum of two, u // 2 and the rest, neither above 128, and 128 * 127 * 2 fits: the same numbers
-at twice the rows. Whether it is so is found out by one product.
+not fit, and the sum saturates silently (a row of ones gave 5 instead of 640). On these processors a code u of
+a row is split into two terms, u // 2 and the rest, neither above 128, and 128 * 127 * 2 fits: the same
+numbers at twice the rows. One product detects saturation.
 """
 
 import functools
@@ -31,7 +31,8 @@ _OFFSET = 128  # codes of rows are unsigned for the integer product: 0 is stored
 _SECOND = 2 * _STEPS
 _LEAST = 1e-30
 _ROWS_HINT = 16
-# So many rows are multiplied with codes directly. Beyond them weights become bfloat16 first (measured).
+# Up to so many rows are multiplied with codes directly. For more, weights are first cast to bfloat16
+# (measured).
 _CODE_ROWS = 16
 
 
@@ -40,14 +41,14 @@ def first_digits(x: Tensor, largest: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:
         x: (rows, features).
-        largest: (rows, 1) of each row.
+        largest: (rows, 1) largest absolute value of each row.
     """
     scaled = x * (_STEPS / largest)
     return (scaled + (_OFFSET + 0.5)).to(torch.uint8), scaled
 
 
 def first_codes(x: Tensor, largest: Tensor) -> Tensor:
-    """Return the codes of `first_digits` as float32; for the arguments see there."""
+    """Return the codes of `first_digits` as float32, for the same arguments."""
     return (x * (_STEPS / largest)).add_(_OFFSET + 0.5).floor_()
 
 
@@ -62,7 +63,7 @@ def integer_products_saturate() -> bool:
 
 
 def pack_codes(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a weight as the integer product of oneDNN takes it: codes, scales, zero points.
+    """Return a weight in the form of oneDNN's integer product: codes, scales, zero points.
 
     Args:
         codes: (out, in) int8.
@@ -75,7 +76,7 @@ def pack_codes(codes: Tensor, scales: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def multiply_codes(
     rows: Tensor, offset: int, packed: Tensor, scales: Tensor, zeros: Tensor, *, scale: float
 ) -> Tensor:
-    """Return scale * (rows - offset) W^T in float32; rows are uint8, the weight as of `pack_codes`."""
+    """Return scale * (rows - offset) W^T in float32; rows are uint8, the weight is from `pack_codes`."""
     made: Tensor = torch.ops.onednn.qlinear_pointwise.default(
         rows, scale, offset, packed, scales, zeros, None, 1.0, 0, torch.float32, "none", [], ""
     )
@@ -83,12 +84,12 @@ def multiply_codes(
 
 
 def largest_of_rows(x: Tensor) -> Tensor:
-    """Return (rows, 1): the largest absolute value of each, not 0."""
+    """Return (rows, 1): the largest absolute value of each row, but not 0."""
     return x.abs().amax(-1, keepdim=True).clamp_(min=_LEAST)
 
 
 def rounded_rows(x: Tensor) -> Tensor:
-    """Return rows as the first digits of `int8` stand for them, written plainly."""
+    """Return rows rounded to the first digits of `int8`: the reference implementation."""
     given = x.float()
     largest = largest_of_rows(given)
     codes, _ = first_digits(given, largest)
@@ -96,12 +97,12 @@ def rounded_rows(x: Tensor) -> Tensor:
 
 
 class QuantizedProduct(Product):
-    """A product with a weight in codes.
+    """Abstract: a product with a quantized weight.
 
     Args:
         weight: The weight.
         bias: (out_features,), None for none.
-        dtype: Of its inputs.
+        dtype: Dtype of its inputs.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -126,21 +127,21 @@ class QuantizedProduct(Product):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """Return x W^T, in memory of its own; x is (rows, in_features)."""
+        """Return x W^T in new memory; x is (rows, in_features)."""
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Type of x."""
+        """Dtype of x."""
         return self._dtype
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weight and the bias."""
+        """Size of the weight and the bias in bytes."""
         return self._num_bytes + (0 if self.bias is None else self.bias.nbytes)
 
 
 class DequantizingProduct(QuantizedProduct):
-    """The product with values that are made of the codes in each call: on any device, in any type."""
+    """Product that dequantizes the weight in each call, for any device and dtype."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
@@ -153,12 +154,12 @@ class DequantizingProduct(QuantizedProduct):
 
 
 class DigitsProduct(QuantizedProduct):
-    """The integer product of oneDNN on CPU, with rows as codes. See [Note: digits of a row].
+    """Integer product by oneDNN on CPU, with rows as codes. See [Note: digits of a row].
 
     Args:
         weight: The weight, in 8 bits.
         bias: (out_features,), None for none.
-        dtype: Of its inputs.
+        dtype: Dtype of its inputs.
         num_digits: 1 or 2.
     """
 
@@ -167,7 +168,7 @@ class DigitsProduct(QuantizedProduct):
     ) -> None:
         super().__init__(weight, bias, dtype)
         self.num_digits = num_digits
-        # One scale, which rounds once: of two, kernels for few rows and for many multiply in another order.
+        # One scale, so one rounding: with two, kernels for few and many rows multiply in different orders.
         self._weight = pack_codes(weight.codes, weight.scales / _STEPS)
         self._is_halved = integer_products_saturate()
 
@@ -185,17 +186,17 @@ class DigitsProduct(QuantizedProduct):
             rest = scaled.sub_(codes).add_(_OFFSET).mul_(_SECOND).add_(_OFFSET + 0.5)
             both = self._of_codes(torch.cat((codes, rest.to(torch.uint8))))
             first, second = both[: x.shape[0]], both[x.shape[0] :]
-            # Each of these rounds once, so that a row's result does not hang on its place in vectors.
+            # Each operation rounds once, so the result of a row does not depend on its position in vectors.
             made = second.mul_(1 / _SECOND).add_(first).mul_(largest)
         return made.to(x.dtype)
 
     @property
     def table_dtype(self) -> torch.dtype | None:
-        """Type of a row table of the weight: with two digits, which are two rows, it has none."""
+        """Dtype of a row table of the weight; None with two digits, which need two rows."""
         return torch.int8 if self.num_digits == 1 else None
 
     def make_row_table(self) -> RowTable:
-        """Return a row table of the codes, which are unpacked for it."""
+        """Build a row table from the unpacked codes."""
         return CodesRowTable(self._weight[0].to_dense().t())
 
     def _of_codes(self, codes: Tensor) -> Tensor:
@@ -211,7 +212,7 @@ class DigitsProduct(QuantizedProduct):
 
 
 class CodesProduct(QuantizedProduct):
-    """The product of torch for bfloat16 with weights in 8 bits."""
+    """Product by torch for bfloat16 with weights in 8 bits."""
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
         super().__init__(weight, bias, dtype)
@@ -226,10 +227,10 @@ class CodesProduct(QuantizedProduct):
 
 
 class HalfBytesProduct(QuantizedProduct):
-    """The product of torch on CPU with packed weights in 4 bits, which multiplies in bfloat16.
+    """Product by torch on CPU with packed weights in 4 bits, which multiplies in bfloat16.
 
-    Its error, 0.4 % of a result, is small beside that of 4 bits; in float32 the same operator takes 30 times
-    as long as a plain product, so that rows of any type are rounded to bfloat16.
+    Its error, 0.4 % of a result, is small compared to that of 4 bits. In float32 the same operator takes 30
+    times as long as a plain product, so rows of any dtype are rounded to bfloat16.
     """
 
     def __init__(self, weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> None:
@@ -250,12 +251,12 @@ class HalfBytesProduct(QuantizedProduct):
 
 
 def make_quantized_product(weight: QuantizedWeight, bias: Tensor | None, dtype: torch.dtype) -> Product:
-    """Return the fastest product for a weight in codes, where it is.
+    """Return the fastest product for a quantized weight on its device.
 
     Args:
         weight: The weight.
         bias: (out_features,), None for none.
-        dtype: Of what it is multiplied with.
+        dtype: Dtype of its inputs.
     """
     is_here = weight.codes.device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
     has_integers = is_here and torch.backends.mkldnn.is_available()

@@ -1,9 +1,9 @@
-"""Weights in 8 or 4 bits: which ways there are, how values become codes, and codes values again.
+"""Quantized weights in 8 or 4 bits: formats, quantization and dequantization.
 
 `int8`, `int8-weights`: a code c in -127..127 for each weight, a scale s for each output channel: w = s c.
 `int4:group`: a code c in 0..15, and for each channel and each `group` inputs a scale and a zero point:
-w = s (c - 8) + z; two codes lie in one byte, the first of them in its lower half.
-Scales come from the whole weight, before it is cut over ranks, so that cut and whole are the same weights.
+w = s (c - 8) + z; a byte has two codes, the first one in its lower half.
+Scales come from the whole weight before it is sharded, so that sharded and whole weights are the same.
 """
 
 from dataclasses import dataclass, replace
@@ -13,16 +13,16 @@ from torch import Tensor
 
 INT4_GROUPS = (32, 64, 128, 256)
 _LARGEST = 127
-_MIDDLE = 8  # of the 16 codes of 4 bits
+_MIDDLE = 8  # the middle of the 16 codes of 4 bits
 
 
 @dataclass(frozen=True)
 class QuantizationWay:
-    """How the weights of products are stored, and what is multiplied with them.
+    """Format of quantized weights and activations.
 
     Attributes:
-        bits: Of a weight.
-        group: Inputs that share a scale; 0: all of an output channel.
+        bits: Number of bits of a weight.
+        group: Number of inputs that share a scale; 0 for a whole output channel.
         rounds_rows: Whether activations are rounded to 8 bits, row by row.
     """
 
@@ -32,7 +32,7 @@ class QuantizationWay:
 
     @classmethod
     def of(cls, text: str) -> "QuantizationWay":
-        """Return the way of a name.
+        """Parse the name of a format.
 
         Raises:
             ValueError: `text` is none of int8, int8-weights, int4, int4:32, int4:64, int4:128, int4:256.
@@ -47,30 +47,30 @@ class QuantizationWay:
 
     @property
     def name(self) -> str:
-        """Its name, of which `of` makes it."""
+        """Name of the format, as parsed by `of`."""
         if self.bits == 4:
             return f"int4:{self.group}"
         return "int8" if self.rounds_rows else "int8-weights"
 
     @property
     def per_byte(self) -> int:
-        """Codes of a byte."""
+        """Number of codes in a byte."""
         return 8 // self.bits
 
     def fits(self, in_features: int) -> bool:
-        """Return whether a weight with so many inputs can be stored in this way."""
+        """Return whether a weight with `in_features` inputs can have this format."""
         return not self.group or in_features % self.group == 0
 
 
 @dataclass(frozen=True)
 class QuantizedWeight:
-    """A weight in codes.
+    """A quantized weight.
 
     Attributes:
-        way: How it is stored.
-        codes: (out, in) int8, or (out, in / 2) uint8 of 4 bits.
+        way: Its format.
+        codes: (out, in) int8, or (out, in / 2) uint8 for 4 bits.
         scales: (out,) float32, or (out, in / group) bfloat16.
-        zeros: (out, in / group) bfloat16 of 4 bits; None for 8.
+        zeros: (out, in / group) bfloat16 for 4 bits; None for 8.
     """
 
     way: QuantizationWay
@@ -80,27 +80,27 @@ class QuantizedWeight:
 
     @property
     def out_features(self) -> int:
-        """Output channels."""
+        """Number of output channels."""
         return self.codes.shape[0]
 
     @property
     def in_features(self) -> int:
-        """Inputs."""
+        """Number of inputs."""
         return self.codes.shape[1] * self.way.per_byte
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of codes, scales and zero points."""
+        """Size of codes, scales and zero points in bytes."""
         return self.codes.nbytes + self.scales.nbytes + (0 if self.zeros is None else self.zeros.nbytes)
 
     def unpacked(self) -> Tensor:
-        """Return one code an element, (out, in): of 4 bits uint8."""
+        """Return the codes with one per element, (out, in); uint8 for 4 bits."""
         if self.way.bits == 8:
             return self.codes
         return torch.stack((self.codes & 15, self.codes >> 4), -1).flatten(1)
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """Return the weight that this stands for, (out, in)."""
+        """Return the dequantized weight, (out, in)."""
         precise = torch.promote_types(dtype, torch.float32)
         codes = self.unpacked().to(precise)
         if self.zeros is None:
@@ -112,22 +112,22 @@ class QuantizedWeight:
 
 
 def quantize(weight: Tensor, way: QuantizationWay) -> QuantizedWeight:
-    """Return a weight in codes, each the nearest there is.
+    """Quantize a weight to the nearest codes.
 
     Args:
-        weight: (out, in), of any floating type.
-        way: How; it fits.
+        weight: (out, in), of any floating dtype.
+        way: The format, which must fit.
     """
     values = weight.detach().to(torch.promote_types(weight.dtype, torch.float32))
     if way.bits == 8:
         scales = (values.abs().amax(1) / _LARGEST).float()
-        # A channel of zeros has the codes 0, whatever it is divided by.
+        # A channel of zeros has codes 0 with any divisor.
         divisors = torch.where(scales == 0, torch.ones_like(scales), scales)
         codes = (values / divisors[:, None]).round_().clamp_(-_LARGEST, _LARGEST).to(torch.int8)
         return QuantizedWeight(way, codes, scales, None)
     grouped = values.unflatten(1, (-1, way.group))  # (out, groups, group)
     least, most = grouped.amin(-1), grouped.amax(-1)
-    # Rounded before the codes are, which then are the nearest to what will be multiplied.
+    # Scales and zero points are rounded before the codes, which are then nearest to the values used.
     scales = ((most - least) / 15).bfloat16()
     zeros = (least + scales.to(values.dtype) * _MIDDLE).bfloat16()
     divisors = torch.where(scales == 0, torch.ones_like(scales), scales).to(values.dtype)
@@ -137,7 +137,7 @@ def quantize(weight: Tensor, way: QuantizationWay) -> QuantizedWeight:
 
 
 def merged(weights: "list[QuantizedWeight]") -> QuantizedWeight:
-    """Return one weight with the outputs of several, one behind the other; they have the same inputs."""
+    """Concatenate weights with the same inputs along their outputs."""
     first = weights[0]
     zeros = [weight.zeros for weight in weights if weight.zeros is not None]
     return replace(

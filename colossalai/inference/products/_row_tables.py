@@ -1,18 +1,18 @@
-"""Row tables: weights kept a second time, in the layout that a product with one row reads fastest.
+"""Row tables: a second copy of weights, in the fastest layout for products with one row.
 
 [Note: one row as a sum of rows]
-A product with one row reads the whole weight and computes little. `embedding_bag` with weights, which adds up
-rows of a table, each times a number, fetches rows before it needs them, and so reads faster than oneDNN's
-kernels for few rows. In a row table, outputs are cut into groups of up to 320 (as many sums as registers
-hold); row (group, feature) holds the weights of this feature for the outputs of this group. The outputs of a
-group are the sum of its rows, each times this feature of x, in float32. For more rows of x the packed weight
-is faster, because it is read once for all of them.
+A product with one row reads the whole weight and computes little. `embedding_bag` with weights, a weighted
+sum of rows of a table, prefetches rows, and so reads faster than oneDNN's kernels for few rows. In a row
+table, outputs are divided into groups of up to 320 (as many sums as registers hold); row (group, feature)
+holds the weights of this feature for the outputs of this group. The outputs of a group are the sum of its
+rows, each times this feature of x, in float32. For more rows of x the packed weight is faster, because it is
+read once for all of them.
 
 [Note: sums of codes are exact]
-Codes of a row and codes of a weight are whole numbers of at most 127, so float32 adds 1,024 of their products
+Codes of a row and codes of a weight are integers of at most 127, so float32 adds 1,024 of their products
 without rounding (1,024 * 127^2 < 2^24). So a row of `int8` is summed in parts of 1,024 features, and the
-parts in float64: the result is that of the integer product, bit for bit, and does not depend on whether a
-request is alone in its step.
+parts in float64: the result equals the integer product bit for bit, whether or not a request is alone in its
+step.
 """
 
 import time
@@ -27,26 +27,27 @@ from torch.nn import functional
 from colossalai.logging import get_dist_logger
 
 _LARGEST_GROUP = 320
-_VECTOR = 16  # numbers of a register
+_VECTOR = 16  # values per register
 _EXACT_TERMS = 1024
 _BYTES_BESIDE_CODES = 8  # of a row: scale and offset, float32 each
 _OFFSET = 128  # codes in a table are unsigned: 0 is stored as 128
-# The copy is made without being asked for where it takes at most this part of the free memory, and where the
-# weights are not so small that a cache holds them.
+
+# By default a copy is built only if it takes at most this part of the free memory, and if the weights do not
+# fit into a cache.
 _LARGEST_PART = 0.1
 _LEAST_BYTES = 32 << 20
 _MEASURED_BYTES = 1 << 26  # of products of one shape
 _MEASURED_ROUNDS = 7
-_WORTHWHILE = 0.95  # of the time without a table
-# Largest difference between a product with a table and one without, as a part of the largest result.
+_WORTHWHILE = 0.95  # relative to the time without a table
+# Largest difference between products with and without a table, relative to the largest result.
 _AGREED_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.03}
 
 
 class RowTable(ABC):
-    """A weight as rows that are summed. See [Note: one row as a sum of rows].
+    """Abstract: a weight as a table of rows to sum. See [Note: one row as a sum of rows].
 
     Args:
-        weight: (out, in) in a type whose tables hold it as it is.
+        weight: (out, in), stored in its own dtype.
 
     Attributes:
         out_features: Number of outputs.
@@ -57,7 +58,7 @@ class RowTable(ABC):
         self._num_groups, group_size = groups_of(self.out_features)
         missing = self._num_groups * group_size - self.out_features
         groups = functional.pad(weight, (0, 0, 0, missing)).view(self._num_groups, group_size, in_features)
-        # A copy even where the transposed weight would be contiguous: it is the table's own memory.
+        # Always a copy, even if the transposed weight is contiguous: the table owns its memory.
         rows = groups.transpose(1, 2).clone(memory_format=torch.contiguous_format)
         self._table = rows.view(self._num_groups * in_features, group_size)
         self._rows = torch.arange(self._num_groups * in_features, dtype=torch.int32)
@@ -65,20 +66,20 @@ class RowTable(ABC):
 
     @abstractmethod
     def multiply(self, x: Tensor) -> Tensor:
-        """Return x W^T, in memory of its own; x is (1, in_features)."""
+        """Return x W^T in new memory; x is (1, in_features)."""
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the table and of its indices."""
+        """Size of the table and its indices in bytes."""
         return self._table.nbytes + self._rows.nbytes
 
     def _repeated(self, x: Tensor) -> Tensor:
-        """Return (rows of the table,) what each of them is multiplied with."""
+        """Return (rows of the table,) the factors of the rows."""
         return x.expand(self._num_groups, -1).reshape(-1)
 
 
 class FloatRowTable(RowTable):
-    """A weight in float32 or bfloat16 as rows that are summed.
+    """Row table of a weight in float32 or bfloat16.
 
     Args:
         weight: (out, in).
@@ -86,7 +87,7 @@ class FloatRowTable(RowTable):
 
     def multiply(self, x: Tensor) -> Tensor:
         """Return x W^T; x is (1, in_features)."""
-        # The operator below `functional.embedding_bag`, without its checks and gradients.
+        # The operator behind `functional.embedding_bag`, without its checks and gradients.
         sums: Tensor = torch._embedding_bag_forward_only(
             self._table, self._rows, self._starts, False, 0, False, self._repeated(x), False, -1
         )[0]
@@ -94,7 +95,7 @@ class FloatRowTable(RowTable):
 
 
 class CodesRowTable(RowTable):
-    """A weight in codes of 8 bits as rows that are summed, exactly. See [Note: sums of codes are exact].
+    """Row table of a weight in 8-bit codes, with exact sums. See [Note: sums of codes are exact].
 
     Args:
         codes: (out, in) int8.
@@ -111,7 +112,7 @@ class CodesRowTable(RowTable):
         self._starts = (self._starts[:, None] + parts).view(-1)
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return x W^T in float32; x is (1, in_features) float32, whole numbers of at most 127."""
+        """Return x W^T in float32; x is (1, in_features) float32, integers of at most 127."""
         sums: Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
             self._table, self._rows, self._starts, False, 0, False, self._repeated(x), None, False
         )
@@ -121,7 +122,7 @@ class CodesRowTable(RowTable):
 
 
 def groups_of(out_features: int) -> tuple[int, int]:
-    """Return number and size of groups of outputs: equal work for all threads, few columns to spare."""
+    """Return number and size of the groups of outputs: balanced over threads, with little padding."""
     num_threads = torch.get_num_threads()
     fewest = max(-(-out_features // _LARGEST_GROUP), min(num_threads, -(-out_features // _VECTOR)))
 
@@ -136,12 +137,12 @@ def groups_of(out_features: int) -> tuple[int, int]:
 
 
 def row_table_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a row table and its indices.
+    """Return the size of a row table and its indices in bytes.
 
     Args:
-        out_features: Outputs of the product.
-        in_features: Its inputs.
-        dtype: Of the weight; int8 for codes.
+        out_features: Number of outputs of the product.
+        in_features: Number of its inputs.
+        dtype: Dtype of the weight; int8 for codes.
     """
     num_groups, group_size = groups_of(out_features)
     beside = _BYTES_BESIDE_CODES if dtype == torch.int8 else 0
@@ -149,7 +150,7 @@ def row_table_bytes(out_features: int, in_features: int, dtype: torch.dtype) -> 
 
 
 class HasRowTable(Protocol):
-    """A product that may have a row table beside its weight."""
+    """A product with an optional row table."""
 
     out_features: int
     in_features: int
@@ -157,14 +158,14 @@ class HasRowTable(Protocol):
 
     @property
     def table_dtype(self) -> torch.dtype | None:
-        """Type of its row table, int8 for codes; None for a product that can have none."""
+        """Dtype of its row table, int8 for codes; None if not supported."""
 
     @property
     def input_dtype(self) -> torch.dtype:
-        """Type of its inputs."""
+        """Dtype of its inputs."""
 
     def make_row_table(self) -> RowTable:
-        """Return a row table of its weight."""
+        """Build a row table of its weight."""
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return the product."""
@@ -174,19 +175,19 @@ class HasRowTable(Protocol):
 def keep_row_tables(
     products: Iterable[HasRowTable], *, is_wanted: bool | None, free_memory: Callable[[], float]
 ) -> int:
-    """Keep row tables for the products of a served model that they make faster on this machine.
+    """Build row tables for the products of an inference-only model that are faster with them on this machine.
 
     Args:
         products: The products.
-        is_wanted: Whether they are kept; None: if they are not small, and take at most a tenth of the free
+        is_wanted: Whether to build them; None: if they are not small, and take at most a tenth of the free
             memory.
-        free_memory: Returns the bytes that this rank has a claim to.
+        free_memory: Returns the memory available to this rank in bytes.
 
     Returns:
-        Bytes of the tables.
+        Size of the tables in bytes.
 
     Raises:
-        ValueError: `is_wanted` is True, and none of `products` can have one.
+        ValueError: `is_wanted` is True, and none of `products` supports one.
     """
     if is_wanted is False:
         return 0
@@ -230,7 +231,7 @@ _Kind = tuple[int, int, torch.dtype, torch.dtype | None]
 
 
 def _keep_faster(products: Sequence[HasRowTable]) -> list[HasRowTable]:
-    """Give products of the kinds that are faster with a row table one; return these products."""
+    """Build row tables for the kinds of products that are faster with one; return these products."""
     kinds: dict[_Kind, list[HasRowTable]] = {}
     for product in products:
         kind = (product.out_features, product.in_features, product.input_dtype, product.table_dtype)
@@ -255,11 +256,11 @@ def are_faster(
 ) -> set[_Kind]:
     """Return the kinds of products that are faster with row tables.
 
-    All kinds take turns as in a step, so that caches hold no more of their weights than they do there.
+    All kinds run in turn, as in a step, so that caches hold no more of their weights than in a step.
 
     Args:
         samples: Some products of each kind.
-        tables: Tables of these.
+        tables: Row tables of these.
     """
     seconds: dict[tuple[_Kind, bool], list[float]] = {}
     for number in range(_MEASURED_ROUNDS + 1):  # the first one compiles kernels
@@ -275,12 +276,12 @@ def are_faster(
                     seconds.setdefault((kind, has_table), []).append(time.thread_time() - began)
                 for product in sample:
                     product.row_table = None
-    # What disturbs a measurement only adds to it.
+    # Disturbances only add to a measurement, so compare minima.
     return {kind for kind in samples if min(seconds[kind, True]) < _WORTHWHILE * min(seconds[kind, False])}
 
 
 def _agrees(product: HasRowTable) -> bool:
-    """Return whether a product is the same with its row table and without it."""
+    """Return whether a product has the same result with and without its row table."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, product.in_features, generator=generator).to(product.input_dtype)
     table, made = product.row_table, product(x).double()

@@ -1,4 +1,4 @@
-"""What is known of a served model without serving it: its memory on each rank, what few bits do to it."""
+"""Reports on a model before it is served: memory on each rank, and the effect of quantization."""
 
 from colossalai.inference.reports._footprint import ServingMemory as ServingMemory
 from colossalai.inference.reports._footprint import StageMemory as StageMemory

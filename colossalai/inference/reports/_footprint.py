@@ -1,12 +1,12 @@
-"""Memory of a served model on each rank, counted on the meta device: weights, and what a token keeps.
+"""Memory of a served model on each rank, computed on the meta device: weights, and the cache per token.
 
-The model is built, cut and put in codes by the code that loads it, without values; its attention layers are
-asked what they keep in a call in which products, embeddings and experts only say their shapes. So nothing
-gets memory, nothing is communicated, and what is counted is what will be there.
+The model is built, sharded and quantized by the loading code, without values. Its attention layers report
+their cache shapes in a call in which products, embeddings and experts return empty tensors. So no memory is
+allocated, nothing is communicated, and the result is exact.
 
 [Note: tensor ranks hold equally much]
-A spec cuts a dimension into equal slices (a vocabulary that ranks do not divide is padded), whichever rank
-asks. So the ranks of a stage are counted once.
+A spec shards a dimension into equal slices (an indivisible vocabulary is padded), so the ranks of a stage
+have the same memory, and one of them is counted.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,13 +33,13 @@ _META = torch.device("meta")
 
 @dataclass(frozen=True, kw_only=True)
 class StageMemory:
-    """What each rank of a stage holds.
+    """Memory of each rank of a stage.
 
     Attributes:
         ranks: The ranks.
-        weight_bytes: Of parameters, codes and buffers; what layers share counts once.
-        block_bytes: Of a block of the cache.
-        row_table_bytes: Of row tables, where they are asked for and each product keeps one.
+        weight_bytes: Size of parameters, codes and buffers; shared ones count once.
+        block_bytes: Size of a cache block.
+        row_table_bytes: Size of row tables, if enabled, with one for each supported product.
     """
 
     ranks: tuple[int, ...]
@@ -50,15 +50,15 @@ class StageMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class ServingMemory:
-    """What the ranks of a served model hold.
+    """Memory of the ranks of a served model.
 
     Attributes:
         model: Its name.
-        num_params: Of the whole model; shared ones count once.
-        dtype: Of what is not in codes.
-        way: How weights are stored; None for as they are.
-        max_length: Most tokens of a prompt and its answer.
-        block_size: Tokens of a block.
+        num_params: Number of parameters of the whole model; shared ones count once.
+        dtype: Dtype of unquantized tensors.
+        way: Format of quantized weights; None for none.
+        max_length: Maximum number of tokens of a prompt and its answer.
+        block_size: Number of tokens of a block.
         stages: The stages.
     """
 
@@ -72,43 +72,43 @@ class ServingMemory:
 
     @property
     def blocks_per_request(self) -> int:
-        """Blocks of a request of full length."""
+        """Number of blocks of a request of full length."""
         return -(-self.max_length // self.block_size)
 
     def token_bytes(self, stage: StageMemory) -> float:
-        """Return the bytes that a rank of a stage keeps of a token."""
+        """Return the cache size per token on a rank of a stage, in bytes."""
         return stage.block_bytes / self.block_size
 
     def cache_bytes(self, stage: StageMemory, num_requests: int) -> int:
-        """Return the bytes of a cache for some requests of full length."""
+        """Return the cache size for a number of requests of full length, in bytes."""
         return num_requests * self.blocks_per_request * stage.block_bytes
 
     def num_fitting(self, stage: StageMemory, memory: int) -> int:
-        """Return how many requests of full length a rank of a stage has room for.
+        """Return the number of requests of full length that fit on a rank of a stage.
 
         Args:
             stage: The stage.
-            memory: Bytes of its device; the weights and their row tables go off them.
+            memory: Memory of the device in bytes, including weights and row tables.
 
         Returns:
-            That number; -1 where not even the weights fit.
+            The number; -1 if the weights do not fit.
         """
         left = memory - stage.weight_bytes - stage.row_table_bytes
         return -1 if left < 0 else left // stage.block_bytes // self.blocks_per_request
 
 
 def serving_memory(model: ModelClass, options: EngineOptions, *, tp: int = 1, pp: int = 1) -> ServingMemory:
-    """Return what each rank of a served model will hold.
+    """Compute the memory of each rank of a served model.
 
     Args:
-        model: What is to be served.
-        options: How; of these what shapes the model and its cache.
-        tp: Ranks that share each layer.
-        pp: Stages that share the layers.
+        model: The model to serve.
+        options: Options of the engine; those that affect the model and its cache are used.
+        tp: Number of tensor parallel ranks.
+        pp: Number of pipeline stages.
 
     Raises:
-        ValueError: `model` is nothing that can be served, cannot be counted without values, or `tp` or `pp`
-            ranks cannot share it; `options` do not fit it.
+        ValueError: `model` cannot be served, cannot be counted without values, or `tp` or `pp` ranks cannot
+            share it; or `options` do not fit it.
     """
     resolved = resolve_model(model)
     dtype = None if options.dtype == "auto" else getattr(torch, options.dtype)
@@ -159,7 +159,7 @@ def serving_memory(model: ModelClass, options: EngineOptions, *, tp: int = 1, pp
 
 
 def _row_table_bytes(layer: nn.Module) -> int:
-    """Return the bytes of the row table of a layer; 0 where it has none."""
+    """Return the size of a layer's row table in bytes; 0 without one."""
     parts = product_parts(layer)
     if parts is None:
         return 0
@@ -173,7 +173,7 @@ def _row_table_bytes(layer: nn.Module) -> int:
 
 @contextmanager
 def _only_shapes(model: nn.Module) -> Iterator[None]:
-    """Let parts of a model return shapes without computing or communicating within the block."""
+    """Make parts of a model return empty tensors without computation or communication within the block."""
     experts = set(experts_of(model))
     stand_ins = [
         (part, found) for part in model.modules() if (found := _stand_in(part, is_experts=part in experts))
@@ -189,13 +189,13 @@ def _only_shapes(model: nn.Module) -> Iterator[None]:
 
 
 def _stand_in(part: Any, *, is_experts: bool) -> Callable[..., Tensor] | None:
-    """Return what gives empty tensors of the shape that a part would return; None for a part that runs."""
+    """Return a function that returns empty tensors of a part's output shape; None for a part that runs."""
     if is_experts:
         return lambda hidden, *args, **kwargs: torch.empty_like(hidden)
     parts = product_parts(part)
     if parts is not None:
         return partial(_with_features, size=parts.num_outputs if parts.gathered_over else parts.out_features)
-    if hasattr(part, "out_first"):  # a layer that ranks share, and whose sum has all features
+    if hasattr(part, "out_first"):  # sharded over ranks, with all features after the sum
         return partial(_with_features, size=part.weight.shape[0 if part.out_first else 1])
     if hasattr(part, "embedding_dim"):
         return partial(_looked_up, size=part.embedding_dim, dtype=part.weight.dtype)
@@ -211,7 +211,7 @@ def _looked_up(ids: Tensor, *args: Any, size: int, dtype: torch.dtype, **kwargs:
 
 
 class _EveryAnswerIsOne(TorchDispatchMode):
-    """Answers forwards that ask for the value of an element, such as whether positions follow each other."""
+    """Returns 1 for the value of any element, which some forwards read (to test positions, for example)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What quantization does to a model: its bytes before and after, and how far its logits move."""
+"""Effect of quantization on a model: its size before and after, and the change of its logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,18 +14,18 @@ _RANDOM_TOKENS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class QuantizationReport:
-    """What quantization does to a model.
+    """Effect of quantization on a model.
 
     Attributes:
-        way: How it is quantized.
-        bytes_before: Of all parameters and buffers; tied ones count once.
-        bytes_after: The same of the quantized model.
-        product_bytes_before: Of its linear layers alone.
-        product_bytes_after: The same of the quantized model.
+        way: Format of the quantized weights.
+        bytes_before: Size of all parameters and buffers; tied ones count once.
+        bytes_after: The same for the quantized model.
+        product_bytes_before: Size of the linear layers alone.
+        product_bytes_after: The same for the quantized model.
         largest_error: Largest difference of a logit.
         largest_logit: Largest absolute logit before.
-        same_choices: Share of the tokens whose most probable successor stays the same.
-        kept: Linear layers that stay as they are.
+        same_choices: Share of tokens whose most likely successor stays the same.
+        kept: Names of linear layers that are not quantized.
     """
 
     way: str
@@ -39,7 +39,7 @@ class QuantizationReport:
     kept: tuple[str, ...]
 
     def describe(self) -> str:
-        """Return it in a line for people."""
+        """Return a summary in one line."""
         return (
             f"{self.way}: {self.bytes_before / 2**20:.1f} -> {self.bytes_after / 2**20:.1f} MiB "
             f"({self.bytes_after / self.bytes_before:.2f}x; products "
@@ -58,17 +58,17 @@ def quantization_report(
     checkpoint: str | None = None,
     text: str | None = None,
 ) -> QuantizationReport:
-    """Compare a model with its quantized form on a text; both are in memory, one after the other.
+    """Compare a model with its quantized form on a text; the two are loaded one after the other.
 
     Args:
         model: A folder, or a name or function of `colossalai.inference.models`.
-        quantize: How; see `EngineOptions`.
-        dtype: Of the model before.
-        checkpoint: Where the values are, if not in the model's own folder.
-        text: What both read; None for random tokens.
+        quantize: Format of the quantized weights; see `EngineOptions`.
+        dtype: Dtype of the unquantized model.
+        checkpoint: File or folder of the values, if not in the model's own folder.
+        text: Input of both; None for random tokens.
 
     Raises:
-        ValueError: `model` is in memory, has no tokenizer for `text`, or cannot be quantized like that.
+        ValueError: `model` is in memory, has no tokenizer for `text`, or cannot be quantized in this format.
     """
     if isinstance(model, nn.Module):
         raise ValueError("a model in memory would be changed: name its folder")

@@ -1,4 +1,4 @@
-"""Prompts of instructions; tokens drawn from logits, and the text and structure of the answer they make."""
+"""Sampling of tokens from logits, detokenization, structured output and the prompts of instructions."""
 
 from colossalai.inference.sampling._draws import HAS_INFINITY as HAS_INFINITY
 from colossalai.inference.sampling._draws import HAS_NAN as HAS_NAN

@@ -1,6 +1,6 @@
-"""Draws: how the next tokens of rows are drawn, and what was drawn, as columns that travel between ranks.
+"""Draws: parameters and results of token sampling, as columns that can be sent between ranks.
 
-Each token has one uniform random number, which follows from the request's seed, the answer and the position.
+Each token has one uniform random number, a function of the request's seed, the answer and the position.
 """
 
 import hashlib
@@ -14,19 +14,19 @@ import numpy as np
 from colossalai.inference._request import SamplingParams, TokenLogprobs
 
 _NONE = np.zeros(0, np.int64)
-_MOST_TOP_K = 2**31 - 1  # more tokens than any vocabulary has: the column holds 64 bits
+_MOST_TOP_K = 2**31 - 1  # more than any vocabulary; the column has 64 bits
 
 HAS_NAN, HAS_INFINITY, HAS_NO_TOKEN = -1, -2, -3
-"""Stand for a token where none was drawn: a logit is a NaN, or infinite, or all tokens are ruled out."""
+"""Returned instead of a token if none can be drawn: a logit is NaN or infinite, or no token is allowed."""
 
 
 def uniform_of(seed: int, choice: int, position: int) -> float:
-    """Return the random number in [0, 1) of one token: a hash of what names it, the same on every machine.
+    """Return the random number in [0, 1) of one token: a hash of the arguments, the same on every machine.
 
     Args:
-        seed: That of the request.
-        choice: Which of the request's answers.
-        position: Which token of the answer.
+        seed: Seed of the request.
+        choice: Index of the answer in the request.
+        position: Index of the token in the answer.
     """
     name = (
         seed.to_bytes(16, "little", signed=True)
@@ -40,15 +40,15 @@ def uniform_of(seed: int, choice: int, position: int) -> float:
 
 
 def fresh_seed() -> int:
-    """Return a seed for a request that brings none."""
+    """Return a random seed for a request without one."""
     return secrets.randbits(63)
 
 
 def accepted(drafted: Sequence[int], drawn: Sequence[int]) -> int:
-    """Return how many drafted tokens are what was drawn at their positions, up to the first that is not.
+    """Return the number of drafted tokens that agree with the drawn ones, up to the first difference.
 
-    The draws have the uniforms that they have without a draft, so `drawn[: accepted(...) + 1]` is the text
-    that would have been drawn token by token.
+    Draws use the same uniform numbers with and without a draft, so `drawn[: accepted(...) + 1]` is the same
+    text as drawn token by token.
     """
     for number, (draft, draw) in enumerate(zip(drafted, drawn, strict=False)):
         if draft != draw:
@@ -58,7 +58,7 @@ def accepted(drafted: Sequence[int], drawn: Sequence[int]) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:
-    """How the token of one row is drawn; the fields are those of `SamplingParams`, and what they refer to.
+    """Parameters of one draw: the filters of `SamplingParams`, with their tokens.
 
     Attributes:
         temperature: 0 for the most likely token.
@@ -66,16 +66,16 @@ class Draw:
         top_p: 1 for all.
         min_p: 0 for all.
         uniform: The random number in [0, 1).
-        num_top: How many log-probabilities beside that of the token; -1 for none, not even that one.
-        repetition_penalty: Of the tokens `seen`.
-        presence_penalty: Of the tokens `answered`.
-        frequency_penalty: Of these, for each of `counts`.
-        seen: Tokens of prompt and answer, each once; empty without such a penalty.
+        num_top: Number of alternatives with log-probabilities; -1 for no log-probabilities at all.
+        repetition_penalty: Penalty of the tokens `seen`.
+        presence_penalty: Penalty of the tokens `answered`.
+        frequency_penalty: Penalty of these for each of `counts`.
+        seen: Tokens of the prompt and the answer, each once; empty without such a penalty.
         answered: Tokens of the answer, each once; empty without such a penalty.
-        counts: How often the answer has them.
-        biased: Tokens with an addition.
-        biases: What is added; -inf for tokens that must not be drawn.
-        mask: One bit for each token that may be drawn, lowest bit first in 32-bit words; None for all tokens.
+        counts: Number of occurrences of each in the answer.
+        biased: Tokens with a bias.
+        biases: Biases; -inf for tokens that must not be drawn.
+        mask: One bit for each allowed token, lowest bit first in 32-bit words; None for all tokens.
     """
 
     temperature: float
@@ -104,14 +104,14 @@ def draw_of(
     banned: Collection[int] = (),
     mask: np.ndarray | None = None,
 ) -> Draw:
-    """Return how the next token of an answer is drawn.
+    """Return the parameters of an answer's next draw.
 
     Args:
-        params: What the request asks for.
+        params: Sampling parameters of the request.
         prompt_token_ids: The prompt.
         answer_token_ids: The answer so far, drafted tokens included.
         uniform: `uniform_of` the position.
-        banned: Tokens that must not be drawn: those that end an answer, before `params.min_tokens`.
+        banned: Tokens that must not be drawn: end tokens before `params.min_tokens`.
         mask: Bits of the tokens that the structure allows.
     """
     seen, answered, counts = _NONE, _NONE, _NONE
@@ -141,24 +141,24 @@ def draw_of(
 
 @dataclass(frozen=True, kw_only=True)
 class Draws:
-    """How the tokens of many rows are drawn, in columns; what a `Draw` has several of names its row.
+    """Parameters of the draws of many rows, in columns; lists of tokens are flattened with their rows.
 
     Attributes:
-        temperature: (rows,) float64, as the five that follow but for their types.
+        temperature: (rows,) float64; the next five have the same shape.
         top_k: int64.
         top_p: float64.
         min_p: float64.
         uniform: float64.
         num_top: int64.
-        seen_rows: (all seen tokens,) int64, as are all columns of tokens and rows.
+        seen_rows: (all seen tokens,) int64, like all columns of tokens and rows.
         seen: The tokens.
-        seen_penalties: float64, the repetition penalty of the row.
-        answered_rows: The row of each token that an answer has.
+        seen_penalties: float64, repetition penalty of the row.
+        answered_rows: Row of each token in an answer.
         answered: The tokens.
-        answered_penalties: float64, what is subtracted: the presence penalty, and the other for each time.
-        biased_rows: The row of each token with an addition.
+        answered_penalties: float64, sum of the presence penalty and the frequency penalty times the count.
+        biased_rows: Row of each token with a bias.
         biased: The tokens.
-        biases: float64, the additions.
+        biases: float64, the biases.
         masked_rows: (masked rows,).
         masks: (masked rows, words) int32.
     """
@@ -183,7 +183,7 @@ class Draws:
 
     @classmethod
     def of(cls, rows: Sequence[Draw]) -> Self:
-        """Put rows together."""
+        """Concatenate draws."""
         columns: dict[str, np.ndarray] = {
             name: np.array(
                 [getattr(row, name) for row in rows], np.int64 if name in ("top_k", "num_top") else np.float64
@@ -209,22 +209,22 @@ class Draws:
         return cls(**columns)
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns by their names, to be sent."""
+        """Return the columns by name, to be sent."""
         return {column.name: getattr(self, column.name) for column in fields(self)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Self:
-        """Return what `arrays` was taken of."""
+        """Rebuild from the output of `arrays`."""
         return cls(**arrays)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """The tokens that were drawn, and log-probabilities of the model where they were asked for.
+    """Drawn tokens, and log-probabilities of the model if requested.
 
     Attributes:
-        token_ids: (rows,) int64; below 0 where there is none, see `failure_at`.
-        num_top: (rows,) int64, as it was asked for.
+        token_ids: (rows,) int64; negative for a failed draw, see `failure_at`.
+        num_top: (rows,) int64, number of requested alternatives.
         logprobs: (rows,) float32, of the tokens; NaN where `num_top` is -1.
         top_ids: (rows, largest `num_top`) int64, most likely first.
         top_logprobs: The same shape, float32.
@@ -237,21 +237,21 @@ class Drawn:
     top_logprobs: np.ndarray
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """Return the columns by their names, to be sent."""
+        """Return the columns by name, to be sent."""
         return {column.name: getattr(self, column.name) for column in fields(self)}
 
     @classmethod
     def from_arrays(cls, arrays: Mapping[str, np.ndarray]) -> Self:
-        """Return what `arrays` was taken of."""
+        """Rebuild from the output of `arrays`."""
         return cls(**arrays)
 
     def failure_at(self, row: int) -> int | None:
-        """Return why no token was drawn for a row: HAS_NAN, HAS_INFINITY, HAS_NO_TOKEN; None if one was."""
+        """Return the failure of a row: HAS_NAN, HAS_INFINITY or HAS_NO_TOKEN; None if a token was drawn."""
         token = int(self.token_ids[row])
         return token if token < 0 else None
 
     def logprobs_at(self, row: int) -> TokenLogprobs | None:
-        """Return the log-probabilities of a row; None where none were asked for."""
+        """Return the log-probabilities of a row; None if not requested."""
         count = int(self.num_top[row])
         if count < 0:
             return None

@@ -1,7 +1,6 @@
-"""Alpaca template: instructions, and dialogues of them, as the prompts that models are trained on.
+"""Alpaca template: prompts of instructions and dialogues, in the format of the training data.
 
-Training writes the same words (`colossalai.chat.data`) as serving and scripts that ask, so they stand here,
-below both.
+Training (`colossalai.chat.data`), serving and scripts share these texts, so the module is below all of them.
 """
 
 from collections.abc import Sequence
@@ -14,18 +13,18 @@ _INSTRUCTION = "\n\n### Instruction:\n"
 _RESPONSE = "\n\n### Response:"
 
 Turns = Sequence[tuple[str, str]]
-"""Instructions and the responses to them, oldest first; the last one has none yet, so "" stands there."""
+"""Instructions and their responses, oldest first; the last response is "" because it is still open."""
 
 ALPACA_STOP = "\n### Instruction:"
-"""Where a model that does not end its answer begins to ask itself."""
+"""Stop string for models that do not end their answers and write a next instruction."""
 
 
 def alpaca_prompt(instruction: str, context: str = "") -> str:
-    """Return the prompt of an instruction in the words that the Alpaca data set is trained with.
+    """Return the prompt of an instruction in the format of the Alpaca data set.
 
     Args:
-        instruction: What is to be done.
-        context: What it is to be done with; a prompt without it has no section for it.
+        instruction: The task.
+        context: Input of the task; without it the prompt has no input section.
     """
     if not context.strip():
         return f"{_TASK}{_REQUEST}{_INSTRUCTION}{instruction}{_RESPONSE}"
@@ -33,10 +32,10 @@ def alpaca_prompt(instruction: str, context: str = "") -> str:
 
 
 def dialogue_text(turns: Turns, tokenizer: object) -> tuple[str, bool]:
-    """Return the prompt of a dialogue, and whether it names the special tokens itself.
+    """Return the prompt of a dialogue, and whether it contains the special tokens.
 
-    A tokenizer with a chat template writes it by that, up to where the assistant begins. For another one it
-    is that of Alpaca: of one instruction `alpaca_prompt`, of more with a section for each that is before.
+    A tokenizer with a chat template applies it, up to the beginning of the assistant's message. Otherwise the
+    prompt has Alpaca's format: `alpaca_prompt` of the first instruction, then a section for each later one.
 
     Args:
         turns: The dialogue, at least one turn.

@@ -1,8 +1,8 @@
-"""Sampling: one token for each row of logits, drawn as each row asks, whoever shares the batch.
+"""Sampling: draws one token for each row of logits, independent of the other rows of the batch.
 
-A row brings one uniform random number, and its token is the inverse of the cumulative distribution, in the
-order of token ids, at that number. So a draw is a function of its row alone: the same in every company, on
-every rank, again after a preemption, and for a drafted position as for any other.
+Each row has one uniform random number, and its token is the inverse of the cumulative distribution at that
+number, in the order of token ids. So a draw is a function of its row alone: the same in every batch, on every
+rank, again after a preemption, and for drafted positions.
 """
 
 from dataclasses import dataclass, fields
@@ -16,37 +16,37 @@ from torch.nn import functional
 from colossalai.inference.sampling._draws import HAS_INFINITY, HAS_NAN, HAS_NO_TOKEN, Drawn, Draws
 
 # [Note: Draws that company does not change]
-# Every value that decides about a row is computed from that row in one order of operations: softmax and
-# cumsum go row by row, and sums are taken over blocks of fixed size, then over the sums of these (a sum over
-# one long row alone would be divided among threads, and over many rows not). Which way a row takes, the first
-# candidates, more of them, or all tokens, follows from its own numbers as well.
+# Every value that affects a row is computed from that row in a fixed order of operations: softmax and cumsum
+# run row by row, and sums are taken over blocks of fixed size, then over the sums of these (torch would
+# divide one long row among threads, but not many rows). The algorithm of a row (first candidates, more of
+# them, or all tokens) also follows from its own numbers.
 # A sort of 128,000 logits takes 9 ms and finding the largest of each block 0.01, so candidates come from the
-# blocks with the largest maxima: of the k largest logits none lies in another than the k best blocks.
+# blocks with the largest maxima: the k largest logits are all in the k best blocks.
 
 _SEARCH_BLOCK = 64
 _SUM_BLOCK = 256
 _CANDIDATES = 64
-"""How many of the most likely tokens are looked at, before all are."""
+"""Number of most likely tokens to try before all tokens."""
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
 _BANS = np.where(_BITS, 0, -np.inf).astype(np.float32)
-"""For each byte of a mask what is added to the eight logits that it is about."""
+"""Additions to eight logits for each byte of a mask."""
 
 
 def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
     """Draw the token of each row.
 
     Args:
-        logits: (rows, vocab), of any floating dtype, on any device; they are not changed. Numbers below
-            float32 are computed in float32.
-        draws: How.
+        logits: (rows, vocab), of any floating dtype, on any device; not modified. Dtypes below float32 are
+            computed in float32.
+        draws: Parameters of the draws.
 
     Returns:
-        The tokens. A row of `logits` with a NaN or an infinity, or without a token that may be drawn, has
-        none: `Drawn.failure_at` says why, and the other rows are what they are without it.
+        The tokens. A row of `logits` with a NaN or an infinity, or without an allowed token, has none:
+        `Drawn.failure_at` returns the reason. Other rows are unaffected.
 
     Raises:
-        ValueError: `draws` names a token that the vocabulary does not have.
+        ValueError: `draws` has a token outside the vocabulary.
     """
     num_rows, vocab_size = logits.shape
     assert num_rows == len(draws.temperature), (logits.shape, len(draws.temperature))
@@ -66,12 +66,12 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
 
 
 def logprobs_of(logits: Tensor, token_ids: np.ndarray, num_top: np.ndarray) -> Drawn:
-    """Return log-probabilities of tokens that are known, as of a prompt: those of the model, in float32.
+    """Return log-probabilities of given tokens, as of a prompt, by the unmodified model in float32.
 
     Args:
         logits: (rows, vocab).
-        token_ids: (rows,), the tokens; what is below 0 is none, and its numbers mean nothing.
-        num_top: (rows,), how many of the most likely ones beside; -1 for none, not even that of the token.
+        token_ids: (rows,), the tokens; negative for none, with meaningless log-probabilities.
+        num_top: (rows,), number of alternatives; -1 for no log-probabilities at all.
     """
     num_rows, most = len(token_ids), max(0, int(num_top.max(initial=0)))
     logprobs = np.full(num_rows, np.nan, np.float32)
@@ -96,14 +96,14 @@ def logprobs_of(logits: Tensor, token_ids: np.ndarray, num_top: np.ndarray) -> D
 
 
 def _rows_of(logits: Tensor, rows: np.ndarray) -> Tensor:
-    """Return rows in the dtype that is computed in; the memory may be that of `logits`."""
+    """Return rows in the dtype of the computation; may share memory with `logits`."""
     if len(rows) < len(logits):
         logits = logits.index_select(0, torch.from_numpy(rows).to(logits.device))
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
 def _adjusted(logits: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
-    """Return rows with additions, masks and penalties, in this order; without any, maybe `logits` itself."""
+    """Apply biases, masks and penalties to rows, in this order; without any, may return `logits` itself."""
     values = _rows_of(logits, rows)
     if not any(map(len, (draws.biased, draws.masked_rows, draws.seen, draws.answered))):
         return values
@@ -112,7 +112,7 @@ def _adjusted(logits: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
     place[rows] = np.arange(num_rows)
 
     def chosen(owners: np.ndarray, *columns: np.ndarray) -> list[Tensor]:
-        """Keep the entries of `rows`, the rows by their new numbers."""
+        """Select the entries of `rows`, with rows renumbered."""
         is_here = place[owners] >= 0
         kept = (place[owners[is_here]], *(column[is_here] for column in columns))
         return [torch.from_numpy(column).to(values.device) for column in kept]
@@ -154,7 +154,7 @@ def _adjusted(logits: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
 
 
 def _failures(largest: Tensor) -> Tensor:
-    """Return for rows with these largest values what stands for a token where there is none; else 0."""
+    """Return the failure codes of rows with these maxima, 0 for none."""
     failures = torch.zeros(largest.shape, dtype=torch.int64, device=largest.device)
     failures[largest.isnan()] = HAS_NAN
     failures[largest == torch.inf] = HAS_INFINITY
@@ -172,7 +172,7 @@ def _block_maxima(values: Tensor) -> Tensor:
 
 
 def _inside(values: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the values of blocks and their ids, (rows, blocks * block); -inf beyond the last."""
+    """Return the values and ids in blocks, (rows, blocks * block); -inf beyond the last id."""
     ids = (blocks[:, :, None] * _SEARCH_BLOCK + torch.arange(_SEARCH_BLOCK, device=values.device)).flatten(1)
     last = values.shape[1] - 1
     inside = values.gather(1, ids.clamp(max=last))
@@ -180,7 +180,7 @@ def _inside(values: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _most_likely(values: Tensor) -> Tensor:
-    """Return the token of the largest value of each row, the first of equal ones, or its failure."""
+    """Return the token of the largest value of each row, the first of equal ones, or the failure code."""
     if values.shape[1] < 2 * _SEARCH_BLOCK:
         largest, tokens = values.max(-1)
     else:
@@ -195,7 +195,7 @@ def _most_likely(values: Tensor) -> Tensor:
 def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the `count + 1` largest values and their ids, the smaller id first among equals.
 
-    Which of the values that equal the last one are among them is left open.
+    Any of the values equal to the last one may be among them.
     """
     num_values = min(count + 1, values.shape[1])
     if values.shape[1] <= 4 * _SEARCH_BLOCK * num_values:
@@ -212,7 +212,7 @@ def _first(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Filters:
-    """What a sampled row asks for, as (rows, 1) tensors on the device of the values."""
+    """Filters of sampled rows, as (rows, 1) tensors on the device of the values."""
 
     temperature: Tensor
     top_k: Tensor
@@ -235,13 +235,13 @@ class _Filters:
 
 
 def _sampled(values: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
-    """Draw the token of each row, none of whose temperatures is 0, or return its failure."""
+    """Draw the token of each row, all with temperature > 0, or return the failure code."""
     # See [Note: Draws that company does not change]
     filters = _Filters.of(draws, rows, values.device)
     vocab_size = values.shape[1]
     largest = values.amax(-1, keepdim=True)
     failures = _failures(largest[:, 0])
-    if len(failed := (failures < 0).nonzero()[:, 0]):  # they are drawn as if all tokens were equally likely
+    if len(failed := (failures < 0).nonzero()[:, 0]):  # replaced by a uniform distribution
         values, largest = values.index_fill(0, failed, 0.0), largest.index_fill(0, failed, 0.0)
     tokens = torch.full((len(values),), -1, dtype=torch.int64, device=values.device)
     top_k = filters.top_k[:, 0]
@@ -249,7 +249,7 @@ def _sampled(values: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
     is_narrow = has_top_k | (filters.top_p[:, 0] < 1) | (filters.min_p[:, 0] > 0)
     few = (is_narrow & ~(has_top_k & (top_k > _CANDIDATES))).nonzero()[:, 0]
     if len(few):
-        # The weight of all tokens relative to the most likely one, which a nucleus is a share of.
+        # Weight of all tokens relative to the most likely one, the base of top_p.
         mass = torch.ones_like(filters.uniform)
         if len(nuclei := few[~has_top_k[few] & (filters.top_p[few, 0] < 1)]):
             probabilities = _probabilities(values, largest, filters, nuclei)
@@ -269,8 +269,8 @@ def _pick(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _probabilities(values: Tensor, largest: Tensor, filters: _Filters, rows: Tensor) -> Tensor:
-    """Return the probabilities of rows, filled up to whole blocks with zeros."""
-    relative = _pick(values, rows) - largest[rows]  # at most 0, so that no temperature makes infinities
+    """Return the probabilities of rows, padded to whole blocks with zeros."""
+    relative = _pick(values, rows) - largest[rows]  # at most 0, so small temperatures do not overflow
     temperature = filters.temperature[rows].to(values.dtype).clamp(min=torch.finfo(values.dtype).tiny)
     relative /= temperature
     if missing := -relative.shape[1] % _SUM_BLOCK:
@@ -279,13 +279,13 @@ def _probabilities(values: Tensor, largest: Tensor, filters: _Filters, rows: Ten
 
 
 def _draw_among_first(values: Tensor, filters: _Filters, mass: Tensor) -> Tensor:
-    """Draw where filters keep tokens among the candidates only; -1 for rows where that is not certain.
+    """Draw where filters certainly keep only tokens among the candidates; -1 for other rows.
 
     Args:
         values: (rows, vocab).
-        filters: Those of the rows.
-        mass: (rows, 1), weight of all tokens, of which that of the most likely one is 1; where there is a
-            `top_k`, the weight of the tokens that it keeps is taken instead.
+        filters: Filters of the rows.
+        mass: (rows, 1), weight of all tokens relative to the most likely one; with `top_k` the weight of
+            its tokens is used instead.
     """
     first, ids = _first(values, _CANDIDATES)
     num_first, last = first.shape[1], first[:, -1:].double()
@@ -296,7 +296,7 @@ def _draw_among_first(values: Tensor, filters: _Filters, mass: Tensor) -> Tensor
     limit = torch.where(filters.top_k > 0, filters.top_k, num_first)
     is_kept = torch.arange(num_first, device=values.device) < limit
     weights = weights * is_kept
-    above = functional.pad(weights.cumsum(-1), (1, 0))  # weight of what is more likely than a token
+    above = functional.pad(weights.cumsum(-1), (1, 0))  # weight of all more likely tokens
     has_top_k = (filters.top_k > 0) & (filters.top_k < values.shape[1])
     mass = torch.where(has_top_k, above[:, -1:], mass)
     is_kept = is_kept & ((filters.top_p >= 1) | (above[:, :-1] < filters.top_p * mass))
@@ -306,8 +306,8 @@ def _draw_among_first(values: Tensor, filters: _Filters, mass: Tensor) -> Tensor
     cumulative = weights.gather(1, order).cumsum(-1)
     place = (cumulative <= filters.uniform * cumulative[:, -1:]).sum(-1, keepdim=True)
     tokens = ids.gather(1, place)
-    # The filters keep the first few in order. What lies beyond the candidates is less likely than the last of
-    # them or as likely; so it is certain that none of it is kept where the last one kept is more likely.
+    # The filters keep the first few in order. Tokens beyond the candidates are at most as likely as the last
+    # candidate, so they are certainly excluded if the last kept one is more likely than that.
     last_kept = first.gather(1, is_kept.sum(-1, keepdim=True) - 1)
     is_certain = (last_kept > last) | (last_weight == 0)
     if num_first == values.shape[1]:
@@ -316,7 +316,7 @@ def _draw_among_first(values: Tensor, filters: _Filters, mass: Tensor) -> Tensor
 
 
 def _filtered(probabilities: Tensor, filters: _Filters) -> Tensor:
-    """Return probabilities with zeros where a filter keeps the token out; (rows, whole blocks)."""
+    """Set the probabilities of excluded tokens to zero; (rows, whole blocks)."""
     num_tokens = probabilities.shape[1]
     in_order = _in_order(probabilities)
     top_k = torch.where(filters.top_k > 0, filters.top_k, num_tokens).clamp(max=num_tokens)
@@ -324,18 +324,18 @@ def _filtered(probabilities: Tensor, filters: _Filters) -> Tensor:
     is_likely = in_order >= (filters.min_p * in_order[:, :1]).to(in_order.dtype)
     size = torch.minimum(size, is_likely.sum(-1, keepdim=True))
     threshold = in_order.gather(1, size - 1)
-    # Products with zeros and ones: a choice by an irregular mask takes ten times as long.
+    # Products with zeros and ones: a selection by an irregular mask takes ten times as long.
     kept = torch.ge(probabilities, threshold, out=torch.empty_like(probabilities))
     beyond = in_order.gather(1, size.clamp(max=num_tokens - 1))
     for row in ((beyond == threshold) & (size < num_tokens) & (threshold > 0)).nonzero()[:, 0].tolist():
         is_equal = probabilities[row] == threshold[row]
         num_equal = size[row] - (probabilities[row] > threshold[row]).sum()
-        kept[row] *= ~(is_equal & (is_equal.cumsum(-1) > num_equal))  # of equals those of smaller ids stay
+        kept[row] *= ~(is_equal & (is_equal.cumsum(-1) > num_equal))  # of equal ones keep the smaller ids
     return kept.mul_(probabilities)
 
 
 def _nucleus(in_order: Tensor, top_p: Tensor, limit: Tensor) -> Tensor:
-    """Return how many of the first `limit` tokens of each row together have `top_p` of their probability."""
+    """Return the number of the first `limit` tokens of each row whose sum reaches `top_p` of their total."""
     blocks = in_order.unflatten(1, (-1, _SUM_BLOCK))
     cumulative = functional.pad(blocks.sum(-1).double().cumsum(-1), (1, 0))
     block = (limit - 1) // _SUM_BLOCK
@@ -348,13 +348,13 @@ def _nucleus(in_order: Tensor, top_p: Tensor, limit: Tensor) -> Tensor:
 
 
 def _cumulative_in(blocks: Tensor, block: Tensor) -> Tensor:
-    """Return the cumulative sums inside of one block of each row, (rows, block) in float64."""
+    """Return the cumulative sums within one block of each row, (rows, block) in float64."""
     return blocks.gather(1, block[:, :, None].expand(-1, -1, _SUM_BLOCK))[:, 0].double().cumsum(-1)
 
 
 def _in_order(values: Tensor) -> Tensor:
-    """Return the values of each row from the largest to the smallest one."""
-    if values.device.type == "cpu":  # numpy sorts without an index: 0.3 ms for 128,000, and torch takes 9
+    """Return the values of each row in descending order."""
+    if values.device.type == "cpu":  # numpy sorts values only: 0.3 ms for 128,000; torch takes 9 ms
         return torch.from_numpy(np.sort(values.numpy(), axis=-1)).flip(-1)
     return torch.sort(values, dim=-1, descending=True).values
 
@@ -367,6 +367,6 @@ def _draw_among_all(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block = (cumulative[:, 1:] <= goal).sum(-1, keepdim=True)
     inside = _cumulative_in(blocks, block)
     place = (inside <= goal - cumulative.gather(1, block)).sum(-1, keepdim=True)
-    # Rounding may put the goal behind the last token of the block that has a probability.
+    # Rounding may place the goal after the block's last token with a nonzero probability.
     place = torch.minimum(place, (inside < inside[:, -1:]).sum(-1, keepdim=True))
     return (block * _SUM_BLOCK + place)[:, 0]

@@ -1,6 +1,6 @@
-"""Structured output: which tokens may come next in an answer that has to be in a language, by llguidance.
+"""Structured output: masks of the tokens that a grammar allows next, by llguidance.
 
-A JSON schema or a regular expression becomes a grammar, and a matcher follows an answer through it.
+A JSON schema or a regular expression is compiled to a grammar, and a matcher tracks an answer through it.
 """
 
 import threading
@@ -13,27 +13,27 @@ import numpy as np
 from colossalai.inference._request import RequestRefused, Structure
 
 _SPACES = r"[ \t\r\n]{0,64}"
-"""White space between the parts of a JSON text. Without a bound a small model can go on with it for ever."""
+"""White space between parts of a JSON text. Unbounded, a small model could continue it forever."""
 
 
 class StructureMatcher:
-    """How far an answer has come in its language."""
+    """State of an answer in its grammar."""
 
     def __init__(self, matcher: Any, end_token_ids: frozenset[int]) -> None:
-        """Follow an answer; `StructureCompiler.compile` makes these."""
+        """Begin an answer; use `StructureCompiler.compile` to create matchers."""
         self._matcher = matcher
         self._end_token_ids = end_token_ids
-        self._num_ends = 0  # end tokens behind the text, which the grammar is not told
+        self._num_ends = 0  # end tokens after the text, which are not passed to the grammar
 
     def mask(self) -> np.ndarray:
-        """Return which tokens may come next: one bit for each, lowest bit first, in int32 words.
+        """Return the mask of allowed next tokens: one bit for each, lowest bit first, in int32 words.
 
-        End tokens are among them where the text may end, and nothing else once nothing may follow.
+        End tokens are allowed where the text can end, and nothing else once it must end.
         """
         return np.frombuffer(self._matcher.compute_bitmask(), np.int32)
 
     def accept(self, token_id: int) -> bool:
-        """Take the next token; return False, and stay as it was, where the language does not allow it."""
+        """Append the next token; return False without changes if the grammar does not allow it."""
         if token_id in self._end_token_ids:
             is_allowed = bool(self._matcher.is_accepting())
             self._num_ends += is_allowed
@@ -45,7 +45,7 @@ class StructureMatcher:
         return True
 
     def rollback(self, num_tokens: int) -> None:
-        """Take back the last tokens that were accepted."""
+        """Undo the last accepted tokens."""
         num_ends = min(num_tokens, self._num_ends)
         self._num_ends -= num_ends
         if num_tokens > num_ends:
@@ -54,20 +54,20 @@ class StructureMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the text is whole and nothing may follow it but an end token."""
+        """Whether the text is complete and only an end token can follow."""
         return bool(self._num_ends or self._matcher.is_stopped())
 
 
 class StructureCompiler:
-    """Makes matchers for one tokenizer, and keeps the grammars that were asked for last; for any thread."""
+    """Compiles grammars for one tokenizer, with a cache of the most recent ones; thread-safe."""
 
     def __init__(self, tokenizer: Any, *, end_token_ids: Sequence[int], num_kept: int = 64) -> None:
-        """Prepare; the library is loaded, and the vocabulary read, with the first structure.
+        """Set up; llguidance is loaded and the vocabulary read at the first structure.
 
         Args:
             tokenizer: A fast tokenizer of transformers.
-            end_token_ids: Tokens that end an answer; they are allowed where the language may end.
-            num_kept: How many grammars are kept.
+            end_token_ids: Tokens that end an answer, allowed where the grammar can end.
+            num_kept: Maximum number of cached grammars.
         """
         self._tokenizer = tokenizer
         self._end_token_ids = frozenset(end_token_ids)
@@ -80,8 +80,8 @@ class StructureCompiler:
         """Return a matcher at the beginning of an answer.
 
         Raises:
-            RequestRefused: llguidance is missing; `tokenizer` is not a fast one, or has no end token;
-                `structure` is no schema or expression, or one that llguidance cannot hold an answer to.
+            RequestRefused: llguidance is missing; `tokenizer` is not a fast one, or has no end token; or
+                `structure` is invalid or not supported by llguidance.
         """
         with self._lock:
             if structure in self._kept:

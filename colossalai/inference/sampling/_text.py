@@ -1,36 +1,35 @@
-"""Incremental detokenization: the text of an answer while its tokens come, and the strings that end it."""
+"""Incremental detokenization: the text of an answer as its tokens arrive, and its stop strings."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 # [Note: Text of tokens that are still coming]
-# The text of tokens is not the sum of their texts: a character may have several tokens, and the first token
-# of a text may lose its space. So each new token is decoded with a window of tokens before it, and what the
-# text of the window has become longer by is the new text. The window begins where a character did, has a text
-# before the new token, and is short, so that a token costs the same late in an answer.
+# The text of tokens is not the sum of their texts: a character can have several tokens, and the first token
+# of a text can lose its space. So each new token is decoded with a window of tokens before it, and the new
+# text is the growth of the window's text. The window begins at the end of a character, has a text before the
+# new token, and is short, so that the cost of a token does not grow with the answer.
 #
-# What is not a whole character yet is decoded as replacement characters. A byte-level decoder makes one of an
-# unfinished character, which is at the end then. A decoder with byte fallback makes one of each byte of the
-# whole run of byte tokens that it is in, of characters before it, too, which have been given already. So
-# replacement characters at the end are kept back, no more than three, as a character has at most three bytes
-# before its last one; and where the text no longer begins with what was given, the window starts anew behind
-# the last character that was whole.
+# Incomplete characters are decoded as replacement characters. A byte-level decoder returns one for an
+# unfinished character, at the end of the text. A decoder with byte fallback returns one for each byte of a
+# run of byte tokens, including earlier characters that have been returned already. So replacement characters
+# at the end are held back, at most three, as a character has at most three bytes before its last one; and if
+# the text no longer begins with the returned part, the window restarts after the last complete character.
 
 _REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _LONGEST_PART = 3
-"""Most bytes, and so tokens, of a character that is not finished."""
+"""Maximum number of bytes, and so of tokens, of an incomplete character."""
 _WINDOW = 8
-"""Tokens from which the window is shortened where a character ends, and to which where none does."""
+"""Length at which the window is cut at the end of a character, and to which it is cut without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stopped:
-    """A stop string that has come.
+    """A stop string found in an answer.
 
     Attributes:
         text: The string.
-        num_tokens: How many tokens the answer has: up to the one that completes the string.
+        num_tokens: Number of tokens of the answer up to the end of the string.
     """
 
     text: str
@@ -38,15 +37,15 @@ class Stopped:
 
 
 class TextStream:
-    """The text of an answer.
+    """Incremental text of an answer.
 
-    What `push` and `finish` return is, put together, `tokenizer.decode` of all tokens, however they are
-    pushed, cut before the first stop string. One case differs: where a model writes bytes that are no text
-    (or U+FFFD in bytes), a decoder with byte fallback also takes back characters of the bytes before them.
-    Here they stay.
+    The concatenated results of `push` and `finish` equal `tokenizer.decode` of all tokens, cut before the
+    first stop string, for any sequence of calls. One case differs: if a model writes invalid bytes (or U+FFFD
+    in bytes), a decoder with byte fallback also retracts characters of the bytes before them. Here they
+    remain.
 
     Attributes:
-        stopped: The stop string that has come, if any; tokens after it are not read.
+        stopped: The stop string found, if any; tokens after it are ignored.
     """
 
     def __init__(
@@ -63,8 +62,8 @@ class TextStream:
             tokenizer: A tokenizer of transformers.
             stop: Strings that end the text.
             skip_special_tokens: Whether special tokens have no text.
-            is_streamed: Whether `push` returns text. If not, it is decoded when it is asked for, in one go;
-                with stop strings token by token nevertheless.
+            is_streamed: Whether `push` returns text. If not, it is decoded at once on demand, or token by
+                token with stop strings.
         """
         self.stopped: Stopped | None = None
         self._tokenizer = tokenizer
@@ -73,16 +72,16 @@ class TextStream:
         self._stop = tuple(stop)
         self._longest_stop = max(map(len, stop), default=0)
         self._is_streamed = is_streamed
-        self._collected: list[int] = []  # pushed, and not read yet
-        self._num_tokens = 0  # read
+        self._collected: list[int] = []  # pushed tokens not yet decoded
+        self._num_tokens = 0  # number of decoded tokens
         self._window: list[int] = []
-        self._given = ""  # of the text of the window
-        self._ends = [0]  # after how many tokens of the window a character ended
-        self._held = ""  # what may be the beginning of a stop string
+        self._given = ""  # returned part of the window's text
+        self._ends = [0]  # numbers of tokens of the window after which a character ended
+        self._held = ""  # possible beginning of a stop string
         self._pieces: list[str] = []
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """Take the next tokens and return the text that is certain by now and has not been returned yet."""
+        """Append tokens and return the new text that is certain."""
         self._collected.extend(token_ids)
         if not self._is_streamed and not self._stop:
             return ""
@@ -90,7 +89,7 @@ class TextStream:
         return new if self._is_streamed else ""
 
     def finish(self) -> str:
-        """Return the text that `push` has not returned; the answer has no further tokens."""
+        """End the answer, and return the text that `push` has not returned."""
         if not self._num_tokens and not self._stop:
             text = self._decode(self._collected)
             if _REPLACEMENT not in text:
@@ -108,7 +107,7 @@ class TextStream:
 
     @property
     def text(self) -> str:
-        """The text so far that is certain."""
+        """The certain text so far."""
         self._read()
         return "".join(self._pieces)
 
@@ -118,7 +117,7 @@ class TextStream:
         return text
 
     def _read(self) -> str:
-        """Read what was collected, up to a stop string, and return its text."""
+        """Decode the pending tokens, up to a stop string, and return their text."""
         pieces = []
         for token in self._collected:
             if self.stopped is not None:
@@ -132,7 +131,7 @@ class TextStream:
         return new
 
     def _step(self, token: int) -> str:
-        """Return what a token adds to the text. See [Note: Text of tokens that are still coming]."""
+        """Return the new text of a token. See [Note: Text of tokens that are still coming]."""
         text = self._decode([*self._window, token])
         if self._given and text == self._given:
             return ""  # a token without text
@@ -156,7 +155,7 @@ class TextStream:
         return new
 
     def _shorten(self) -> None:
-        """Let the window begin at the last end of a character from which it has a text."""
+        """Move the beginning of the window to the last end of a character that leaves some text."""
         for end in self._ends[-2::-1]:
             if text := self._decode(self._window[end:]):
                 self._window, self._given = self._window[end:], text
@@ -164,7 +163,7 @@ class TextStream:
                 break
 
     def _cut(self, new: str) -> str:
-        """Return what of the text is given: before a stop string, and before what may become one."""
+        """Return the text before a stop string or before a possible beginning of one."""
         if not self._stop:
             return new
         text = self._held + new

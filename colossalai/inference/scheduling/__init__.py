@@ -1,4 +1,4 @@
-"""Which tokens of which requests a step computes, and in which blocks their keys and values lie."""
+"""Scheduling: the tokens and requests of the next step, and the blocks of their keys and values."""
 
 from colossalai.inference.scheduling._admission import EngineLimits as EngineLimits
 from colossalai.inference.scheduling._admission import refuse_unanswerable as refuse_unanswerable

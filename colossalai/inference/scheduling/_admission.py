@@ -1,4 +1,4 @@
-"""What an engine takes: requests that can never be answered are refused before they are queued."""
+"""Admission: requests that cannot be served are refused before they are queued."""
 
 from dataclasses import dataclass
 
@@ -8,14 +8,14 @@ from colossalai.inference.scheduling._scheduler import Scheduler
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLimits:
-    """What an engine takes.
+    """Limits of requests to an engine.
 
     Attributes:
-        max_length: Most tokens of a prompt and its answer together.
-        vocab_size: Number of tokens.
+        max_length: Maximum number of tokens of a prompt and its answer together.
+        vocab_size: Number of tokens of the vocabulary.
         eos_token_ids: The model's own end tokens.
-        max_queue: Most requests that wait; None for any number.
-        adapters: Names of adapters, in the order in which ranks have them.
+        max_queue: Maximum number of queued requests; None for no limit.
+        adapters: Names of adapters, in the order of their numbers on the ranks.
     """
 
     max_length: int
@@ -28,17 +28,17 @@ class EngineLimits:
 def refuse_unanswerable(
     request: Request, limits: EngineLimits, scheduler: Scheduler, *, has_tokenizer: bool
 ) -> None:
-    """Refuse a request that can never be answered.
+    """Check that a request can be served.
 
     Args:
         request: The request.
-        limits: What the engine takes.
-        scheduler: Its blocks, and how many answers are made at a time.
-        has_tokenizer: Whether texts can be made of tokens.
+        limits: Limits of the engine.
+        scheduler: Scheduler with the block pool and the maximum number of running answers.
+        has_tokenizer: Whether the engine can decode tokens.
 
     Raises:
-        RequestRefused: `request` is too long for the window or the pool, names tokens or an adapter that are
-            not there, or asks for a text where there is no tokenizer.
+        RequestRefused: `request` is too long for the window or the pool, has unknown tokens or an unknown
+            adapter, or needs a text and the engine has no tokenizer.
     """
     length, params = len(request.prompt_token_ids), request.params
     pool = scheduler.pool
@@ -59,7 +59,7 @@ def refuse_unanswerable(
     room = pool.num_blocks * pool.block_size
     if whole > room:
         raise RequestRefused(
-            f"prompt and answer may come to {whole} tokens, and all blocks together hold {room}: ask for "
+            f"prompt and answer may come to {whole} tokens, and all blocks together hold {room}: request "
             "fewer tokens, or give the cache more memory (kv_memory)"
         )
     if params.n > scheduler.max_running:

@@ -1,17 +1,17 @@
-"""Block pool of the paged cache of keys and values: reference counts, and full blocks found by their tokens.
+"""Block pool of the paged KV cache: reference counts, and a prefix cache of full blocks by their tokens.
 
-A block is a number: the place of the keys and values of `block_size` tokens in the memory of every layer
-(2309.06180). The pool knows nothing of that memory. A block is in one of three states:
+A block is a number: the index of `block_size` tokens' keys and values in the memory of every layer
+(2309.06180). The pool itself has no access to that memory. A block is in one of three states:
 
-| state | references | known by a key | what becomes of it |
+| state | references | has a key | use |
 | --- | --- | --- | --- |
-| used | 1 or more | maybe | belongs to that many sequences; who shares it does not write to it |
-| cached | 0 | yes | a later prompt may find it; the least recently used one is given away when none is free |
-| free | 0 | no | is given away first |
+| used | 1 or more | maybe | belongs to that many sequences; a shared block is read-only |
+| cached | 0 | yes | can be found by a later prompt; evicted in LRU order when no block is free |
+| free | 0 | no | allocated first |
 
-The key of a full block is a digest of the key of the block before it and of its tokens, so that it stands for
-everything from the beginning of the sequence: keys and values depend on all of it. The first key of the chain
-holds what else they depend on: the version of the weights and the adapter.
+The key of a full block is a digest of the previous block's key and of its own tokens, so it identifies the
+whole prefix, which keys and values depend on. The root of the chain covers their other dependencies: the
+version of the weights and the adapter.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ class BlockPool:
     """All blocks of an engine.
 
     Args:
-        num_blocks: How many there are.
-        block_size: Tokens of a block.
-        keeps_prefixes: Whether full blocks can be found by their tokens.
+        num_blocks: Number of blocks.
+        block_size: Number of tokens of a block.
+        keeps_prefixes: Whether full blocks are cached by their tokens.
     """
 
     def __init__(self, num_blocks: int, block_size: int, *, keeps_prefixes: bool = True) -> None:
@@ -41,28 +41,28 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Number of blocks that `allocate` can give away: free and cached ones."""
+        """Number of blocks that `allocate` can return: free and cached ones."""
         return len(self._free) + len(self._cached)
 
     @property
     def num_cached(self) -> int:
-        """Number of blocks that nobody uses and that may still be found."""
+        """Number of unused blocks in the prefix cache."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that sequences hold."""
+        """Number of blocks with references."""
         return self.num_blocks - self.num_available
 
     def references(self, block: int) -> int:
-        """Return how many sequences hold a block."""
+        """Return the number of sequences that reference a block."""
         return self._references[block]
 
     def allocate(self) -> int:
-        """Return a block that nobody holds, with one reference.
+        """Take an unused block and return it with one reference.
 
         Raises:
-            IndexError: No block is available; `num_available` says so before.
+            IndexError: No block is available; check `num_available` first.
         """
         if self._free:
             block = self._free.popleft()
@@ -75,14 +75,15 @@ class BlockPool:
         return block
 
     def share(self, block: int) -> None:
-        """Add a reference to a block that somebody holds."""
+        """Add a reference to a used block."""
         assert self._references[block] > 0, f"nobody holds block {block}"
         self._references[block] += 1
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Take a reference from each of the blocks of a sequence, given from its beginning on.
+        """Drop one reference to each block of a sequence, given from its beginning on.
 
-        Its end becomes least recently used: a shorter prefix is of use to more prompts than a longer one.
+        The last block becomes the least recently used one: more prompts share a shorter prefix than a longer
+        one.
         """
         for block in reversed(blocks):
             assert self._references[block] > 0, f"nobody holds block {block}"
@@ -94,13 +95,13 @@ class BlockPool:
                     self._free.append(block)
 
     def register(self, block: int, key: bytes) -> None:
-        """Let a full block be found by its key; where another one is known by it, that one stays."""
+        """Add a full block to the prefix cache; an existing block with the same key stays."""
         if self.keeps_prefixes and key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
             self._key_of[block] = key
 
     def find(self, keys: Sequence[bytes]) -> list[int]:
-        """Return the blocks of the longest known beginning of a chain of keys; nobody's references change."""
+        """Return the cached blocks of the longest known prefix of a chain of keys, without references."""
         found = []
         for key in keys:
             block = self._block_of.get(key)
@@ -110,34 +111,35 @@ class BlockPool:
         return found
 
     def take(self, blocks: Sequence[int]) -> None:
-        """Add a reference to blocks that were found, used or not."""
+        """Add a reference to blocks from `find`, used or cached."""
         for block in blocks:
             if self._references[block] == 0:
                 del self._cached[block]
             self._references[block] += 1
 
     def num_taken_from_available(self, blocks: Sequence[int]) -> int:
-        """Return by how much `num_available` falls when found blocks are taken."""
+        """Return the decrease of `num_available` if found blocks are taken."""
         return sum(self._references[block] == 0 for block in blocks)
 
     def forget_all(self) -> None:
-        """Let no block be found any more: what they hold is out of date."""
+        """Clear the prefix cache, whose contents are out of date."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._block_of.clear()
         self._key_of.clear()
 
     def forget(self, blocks: Sequence[int]) -> None:
-        """Let blocks that a sequence holds not be found any more: what they hold is of no use."""
+        """Remove used blocks with invalid contents from the prefix cache."""
         for block in blocks:
             assert self._references[block] > 0, f"nobody holds block {block}"
             if block in self._key_of:
                 self._forget(block)
 
     def check(self, held: Sequence[Sequence[int]]) -> None:
-        """Assert that the blocks which sequences hold are those that the pool counts as used.
+        """Assert that references agree with the blocks of the sequences.
 
         Args:
+            held: Blocks of every sequence.
             held: The blocks of every sequence.
         """
         counts = [0] * self.num_blocks
@@ -157,8 +159,8 @@ class BlockPool:
 
 
 def root_key(weights_version: int, adapter: str | None) -> bytes:
-    """Return what the chain of keys of a sequence begins with."""
-    # A digest: the keys of blake2b are short, and names of adapters need not be.
+    """Return the root of a sequence's chain of keys."""
+    # A digest, because keys of blake2b are short and names of adapters may be long.
     return hashlib.blake2b(f"{weights_version}:{adapter or ''}".encode(), digest_size=16).digest()
 
 
@@ -166,7 +168,7 @@ def next_key(previous: bytes, token_ids: Sequence[int]) -> bytes:
     """Return the key of a full block.
 
     Args:
-        previous: The key of the block before it, or the root.
-        token_ids: Its tokens.
+        previous: Key of the previous block, or the root.
+        token_ids: Tokens of the block.
     """
     return hashlib.blake2b(array("q", token_ids).tobytes(), digest_size=16, key=previous).digest()

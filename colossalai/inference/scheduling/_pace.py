@@ -1,19 +1,19 @@
-"""Pace of steps: how long they take, and how much of a prompt one of them reads."""
+"""Pace of steps: their measured time, and the number of prompt tokens that fit into one."""
 
 from colossalai.inference.scheduling._scheduler import BatchStep
 
 
 class PromptPace:
-    """How much of a prompt a step reads beside those who are answered: so much as nearly doubles the step.
+    """Number of prompt tokens in a step that also answers: so many that the step takes nearly twice as long.
 
     Attributes:
-        prompt_tokens: Most tokens of prompts in such a step; None while nothing is known.
+        prompt_tokens: Maximum number of prompt tokens in such a step; None before any measurement.
     """
 
-    _SHARE = 0.2  # of a new measurement in the running mean
-    _LEAST = 8  # tokens; below it a step is hardly shorter
-    _FIRST = 16  # tokens, before anything was measured
-    _AIM = 0.8  # of an ordinary step: single steps swing about the mean
+    _SHARE = 0.2  # weight of a new measurement in the running mean
+    _LEAST = 8  # tokens; fewer would hardly shorten a step
+    _FIRST = 16  # tokens, before any measurement
+    _AIM = 0.8  # share of an ordinary step: the time of single steps varies
 
     def __init__(self) -> None:
         self.prompt_tokens: int | None = self._FIRST
@@ -21,7 +21,7 @@ class PromptPace:
         self._token_s: float | None = None
 
     def note(self, step: BatchStep, seconds: float) -> None:
-        """Note how long a step took."""
+        """Record the time of a step."""
         answered = [chunk for chunk in step.chunks if len(chunk.token_ids) == 1 + chunk.num_drafted]
         num_read = step.num_tokens - sum(len(chunk.token_ids) for chunk in answered)
         if not num_read:

@@ -1,18 +1,18 @@
-"""Scheduler of continuous batching: which tokens of which sequences the next step computes.
+"""Scheduler of continuous batching: selects the tokens and sequences of the next step.
 
 Requests join and leave at every step (Orca, OSDI 2022). A step has a budget of tokens. Sequences whose next
-token is due come first, each with one token; what is left of the budget goes to prompts, cut into chunks
-(2308.16369), so that nobody who is being answered waits for somebody's prompt.
+token is due come first, each with one token; the rest of the budget goes to prompts, cut into chunks
+(2308.16369), so that no running answer waits for another request's prompt.
 
 The scheduler is plain Python, without tensors and without a clock: the same calls give the same steps. It
-decides, and the engine computes: `schedule` returns a `BatchStep`, `advance` takes the tokens that it drew.
+decides, and the engine computes: `schedule` returns a `BatchStep`, `advance` takes the drawn tokens.
 
 [Note: steps run in the order in which they were scheduled]
-Several steps may be under way (stages of a pipeline). On every rank they run one after the other, and within
-a layer of a step all keys and values are written before any are read. So a block may be given away as soon as
-its sequence has no use for it, though a step that reads it is still under way: whoever writes to it does so
-in a later step. For the same reason a block can be found by its tokens as soon as the step that fills it is
-scheduled, in that very step.
+Several steps can be in flight (stages of a pipeline). Every rank runs them one after another, and within a
+layer of a step all keys and values are written before any are read. So a block can be reallocated as soon as
+its sequence releases it, even if a step in flight still reads it: the new owner writes in a later step. For
+the same reason a block enters the prefix cache as soon as the step that fills it is scheduled, and serves
+requests of that very step.
 """
 
 from bisect import insort
@@ -23,26 +23,26 @@ from colossalai.inference._request import Request
 from colossalai.inference.scheduling._blocks import BlockPool, next_key
 
 Order = tuple[int, int, int]
-"""Place in the queue, smaller first: priority, number of arrival, index of the answer."""
+"""Position in the queue, smaller first: priority, number of arrival, index of the answer."""
 
 
 class RunningSequence:
-    """An answer that is being made: its tokens, and the blocks that hold their keys and values.
+    """A running answer: its tokens, and the blocks of their keys and values.
 
     Args:
-        request: What is asked for.
-        index: Which of the request's answers it is.
-        order: Its place in the queue.
-        root: The key before its first block.
-        num_answers: Answers that are drawn from its prompt: it becomes so many sequences there.
+        request: The request.
+        index: Index of the answer in the request.
+        order: Its position in the queue.
+        root: Key before its first block.
+        num_answers: Number of answers drawn from its prompt; it forks into so many sequences there.
 
     Attributes:
-        tokens: The prompt, then the answer as far as it is known.
-        num_computed: Tokens whose keys and values are in blocks, or will be when the steps under way end.
+        tokens: The prompt, then the answer so far.
+        num_computed: Number of tokens whose keys and values are in blocks once the steps in flight end.
         blocks: The blocks, from the first token on.
-        draft: Guesses of the tokens that come next; the engine sets them.
-        is_due: Whether a step that draws its next token is under way: until then it cannot go on.
-        num_cached: Tokens of the prompt that came from the prefix cache when it was first admitted.
+        draft: Draft of the next tokens, set by the engine.
+        is_due: Whether a step in flight draws its next token, which it needs to continue.
+        num_cached: Number of prompt tokens from the prefix cache at its first admission.
     """
 
     def __init__(
@@ -64,21 +64,21 @@ class RunningSequence:
 
     @property
     def num_left(self) -> int:
-        """Number of known tokens that no step has computed or was given."""
+        """Number of known tokens not yet scheduled."""
         return len(self.tokens) - self.num_computed
 
     @property
     def has_begun(self) -> bool:
-        """Whether it has been let in once."""
+        """Whether it has been admitted before."""
         return self.num_cached is not None
 
     @property
     def is_answered(self) -> bool:
-        """Whether it is past its prompt: one token at a time follows."""
+        """Whether its prompt is complete, so that one token at a time follows."""
         return self.num_left == 1 and self.num_computed > 0
 
     def keys(self, num_blocks: int, block_size: int) -> Sequence[bytes]:
-        """Return the keys of its first full blocks; its tokens reach so far."""
+        """Return the keys of its first `num_blocks` blocks, which must be full."""
         while len(self._keys) < num_blocks:
             start = len(self._keys) * block_size
             previous = self._keys[-1] if self._keys else self._root
@@ -86,17 +86,17 @@ class RunningSequence:
         return self._keys[:num_blocks]
 
     def begin_again(self, root: bytes | None = None) -> None:
-        """Let nothing of it be computed; its blocks have been released.
+        """Discard all computed tokens; its blocks must have been released.
 
         Args:
-            root: A new root of its keys; None for the one it has.
+            root: New root of its keys; None to keep the current one.
         """
         self.blocks, self.num_computed, self.draft = [], 0, ()
         if root is not None:
             self._root, self._keys = root, []
 
     def fork(self, index: int) -> "RunningSequence":
-        """Return another answer to the same prompt, with the blocks of this one; it has no reference yet."""
+        """Return another answer to the same prompt with the same blocks, without references yet."""
         order = (*self.order[:2], index)
         twin = RunningSequence(self.request, index=index, order=order, root=self._root)
         twin.num_computed, twin.blocks, twin._keys = self.num_computed, list(self.blocks), list(self._keys)
@@ -106,16 +106,16 @@ class RunningSequence:
 
 @dataclass(frozen=True)
 class SequenceChunk:
-    """Tokens of one sequence that a step computes.
+    """Tokens of one sequence in a step.
 
     Attributes:
         sequence: The sequence.
-        start: Position of the first of them.
+        start: Position of the first token.
         token_ids: The tokens, drafted ones at the end.
-        blocks: The blocks of the sequence up to the last of them.
-        num_draws: Tokens that are drawn after the last one that is no draft: 0 while more of the prompt
-            follows, the number of answers at the end of a prompt, else 1.
-        num_drafted: How many of the tokens are drafted: after each a token is drawn, too.
+        blocks: Blocks of the sequence up to the last token.
+        num_draws: Number of tokens drawn after the last token before the draft: 0 inside a prompt, the number
+            of answers at the end of a prompt, else 1.
+        num_drafted: Number of drafted tokens; one more token is drawn after each.
     """
 
     sequence: RunningSequence
@@ -128,11 +128,11 @@ class SequenceChunk:
 
 @dataclass(frozen=True)
 class BatchStep:
-    """What one step computes.
+    """Tokens and block copies of one step.
 
     Attributes:
-        chunks: The tokens, sequence by sequence.
-        copies: Blocks that are copied before anything is computed, as (from, to).
+        chunks: The tokens, by sequence.
+        copies: Blocks to copy before the computation, as (source, target).
     """
 
     chunks: tuple[SequenceChunk, ...]
@@ -140,27 +140,26 @@ class BatchStep:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that are computed."""
+        """Number of computed tokens."""
         return sum(len(chunk.token_ids) for chunk in self.chunks)
 
     @property
     def reads_no_prompt(self) -> bool:
-        """Whether each chunk is the next token of an answer, and what was guessed behind it."""
+        """Whether each chunk is the next token of an answer with its draft."""
         return all(len(chunk.token_ids) == 1 + chunk.num_drafted for chunk in self.chunks)
 
 
 class Scheduler:
-    """The queue, the sequences that have blocks, and the pool.
+    """Queue, running sequences and block pool of an engine.
 
     Args:
         pool: The blocks.
-        max_running: Most sequences that have blocks at a time; a prompt with n answers counts n times.
-        max_tokens: Most tokens of a step; at least `max_running`.
-        num_microbatches: Steps that are to be under way at a time: those who are answered are spread over
-            so many.
+        max_running: Maximum number of running sequences; a prompt with n answers counts n times.
+        max_tokens: Maximum number of tokens of a step; at least `max_running`.
+        num_microbatches: Target number of steps in flight; running answers are divided among them.
 
     Attributes:
-        is_holding: Whether nobody is let in but who has been in before, and lost its blocks.
+        is_holding: Whether only preempted sequences are admitted, and no new ones.
 
     Raises:
         ValueError: `max_tokens` is less than `max_running`.
@@ -185,7 +184,7 @@ class Scheduler:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a sequence has been let in, and has not ended."""
+        """Whether an admitted sequence has not ended."""
         return bool(self.running) or any(sequence.has_begun for sequence in self.waiting)
 
     def add(self, sequence: RunningSequence) -> None:
@@ -193,7 +192,7 @@ class Scheduler:
         insort(self.waiting, sequence, key=_order)
 
     def remove(self, sequence: RunningSequence) -> None:
-        """Take a sequence out, wherever it is, and give its blocks back.
+        """Remove a sequence from the queue or the running ones, and release its blocks.
 
         See [Note: steps run in the order in which they were scheduled].
         """
@@ -202,10 +201,10 @@ class Scheduler:
         sequence.begin_again()
 
     def begin_again(self, root_of: Mapping[str | None, bytes]) -> None:
-        """Queue all that runs, from its first token on: what has been computed is out of date.
+        """Queue all running sequences again, to be recomputed from the first token.
 
         Args:
-            root_of: The new root of the keys, by adapter.
+            root_of: New root of the keys, by adapter.
         """
         for sequence in reversed(list(self.running)):
             self._put_back(sequence)
@@ -214,29 +213,29 @@ class Scheduler:
 
     @property
     def num_to_read(self) -> int:
-        """Number of prompts that are being read, or would be if steps had room for their tokens."""
+        """Number of prompts being read, or waiting only for room in a step."""
         num_begun = sum(sequence.num_left > 0 and not sequence.is_answered for sequence in self.running)
         num_seats = self.max_running - len(self.running)
         return num_begun + (0 if self.is_holding else min(len(self.waiting), num_seats))
 
     @property
     def reads_prompt(self) -> bool:
-        """Whether a prompt has been begun whose rest the next step reads."""
+        """Whether the next step continues a prompt."""
         return any(sequence.num_left > 0 and not sequence.is_answered for sequence in self.running)
 
     def due(self) -> list[RunningSequence]:
-        """Return the sequences that get their next token in the next step, oldest first."""
+        """Return the sequences whose next token is due in the next step, oldest first."""
         num_answered = sum(sequence.num_left <= 1 for sequence in self.running)
-        # Rounded up: all of them go around in as many steps as are to be under way.
+        # Rounded up: `num_microbatches` steps serve all of them.
         share = -(-num_answered // self.num_microbatches)
         return [sequence for sequence in self.running if sequence.is_answered and not sequence.is_due][:share]
 
     def schedule(self, prompt_tokens: int | None = None) -> BatchStep | None:
-        """Return the next step, None where nothing can be computed before a step under way ends.
+        """Return the next step; None if nothing can be computed before a step in flight ends.
 
         Args:
-            prompt_tokens: Most tokens of prompts in a step that also draws tokens for others; None for what
-                the budget leaves.
+            prompt_tokens: Maximum number of prompt tokens in a step that also draws tokens for others; None
+                for the rest of the budget.
         """
         chunks: list[SequenceChunk] = []
         copies: list[tuple[int, int]] = []
@@ -249,27 +248,27 @@ class Scheduler:
         for sequence in self.running:
             if budget > 0 and sequence.num_left > 0 and not sequence.is_answered:
                 budget -= self._add(chunks, sequence, min(budget, sequence.num_left))
-        # Who has just lost its blocks must not take them back at once, nor anybody else behind its back.
+        # After a preemption admit nothing: the victim would take its blocks back, or be overtaken.
         while budget > 0 and num_preemptions == self.num_preemptions:
             admitted = self._admit_first()
             if admitted is None:
                 break
             budget -= self._add(chunks, admitted, min(budget, admitted.num_left))
-        # Where a prompt is read arithmetic binds, and a guess costs as much as it may save.
+        # A step with prompts is bound by arithmetic, where a drafted token costs as much as it may save.
         is_alone = len(chunks) == num_answered and num_preemptions == self.num_preemptions
         self._add_drafts(chunks, self.max_tokens - len(chunks) if is_alone else 0)
         return BatchStep(tuple(chunks), tuple(copies)) if chunks else None
 
     def advance(self, chunk: SequenceChunk, token_ids: Sequence[Sequence[int]]) -> list[RunningSequence]:
-        """Take the tokens that a step drew for a chunk.
+        """Append the tokens that a step drew for a chunk.
 
         Args:
             chunk: The chunk; its sequence has not been removed.
-            token_ids: For each answer that is drawn the tokens that were added to it, at least one: those of
-                the draft that the draws agree with, and the one behind them.
+            token_ids: Tokens to add to each answer drawn from the chunk, at least one: the accepted part of
+                the draft, and the token after it.
 
         Returns:
-            The sequences that got tokens: that of the chunk, then the further answers to its prompt.
+            The sequences with new tokens: the chunk's own, then further answers to its prompt.
         """
         sequence = chunk.sequence
         sequence.is_due = False
@@ -278,12 +277,12 @@ class Scheduler:
         grown = [sequence, *twins]
         for each, added in zip(grown, token_ids, strict=True):
             each.tokens.extend(added)
-        if sequence.blocks:  # else it was preempted meanwhile
+        if sequence.blocks:  # empty after a preemption in the meantime
             sequence.num_computed -= chunk.num_drafted - (len(token_ids[0]) - 1)
-            if chunk.num_drafted:  # what has been guessed right may be found from now on
+            if chunk.num_drafted:  # accepted tokens enter the prefix cache
                 self._register(sequence, chunk.start, sequence.num_computed)
                 num_blocks = -(-len(sequence.tokens) // self.pool.block_size)
-                self.pool.release(sequence.blocks[num_blocks:])  # those of guesses that were wrong
+                self.pool.release(sequence.blocks[num_blocks:])  # blocks of rejected tokens only
                 del sequence.blocks[num_blocks:]
         for twin in twins:
             if sequence.blocks:
@@ -294,18 +293,18 @@ class Scheduler:
         return grown
 
     def _add_answers(self, chunks: list[SequenceChunk], copies: list[tuple[int, int]]) -> None:
-        """Add the next token of those who are answered; the youngest lose their blocks if too few are."""
+        """Add the next token of running answers; preempts the youngest ones if blocks run out."""
         for sequence in self.due():
-            # Older ones come first, so that whoever is preempted is not in this step.
+            # Older ones come first, so a preempted sequence is not in this step.
             if sequence in self.running and self._make_room(sequence, copies):
                 self._add(chunks, sequence, 1)
 
     def _add_drafts(self, chunks: list[SequenceChunk], room: int) -> None:
-        """Add to those who are answered what has been guessed, as far as free blocks reach.
+        """Add drafts to the chunks of answers, as far as free blocks permit.
 
         Args:
-            chunks: Those of the step; what was guessed is forgotten where it is not added.
-            room: Most tokens.
+            chunks: Chunks of the step; drafts that are not added are dropped.
+            room: Maximum number of drafted tokens.
         """
         for place, chunk in enumerate(chunks):
             sequence = chunk.sequence
@@ -324,7 +323,7 @@ class Scheduler:
                 )
 
     def _make_room(self, sequence: RunningSequence, copies: list[tuple[int, int]]) -> bool:
-        """Give a sequence a block of its own for its next token; False where it has lost all instead."""
+        """Provide a writable block for a sequence's next token; False if it was preempted instead."""
         place, offset = divmod(sequence.num_computed, self.pool.block_size)
         is_there = place < len(sequence.blocks)
         if is_there and self.pool.references(sequence.blocks[place]) == 1:
@@ -336,29 +335,29 @@ class Scheduler:
             if victim is sequence:
                 return False
             if is_there and self.pool.references(sequence.blocks[place]) == 1:
-                return True  # it was the other one who shared it
+                return True  # the victim was the only other owner
         block = self.pool.allocate()
         if not is_there:
             sequence.blocks.append(block)
             return True
         shared = sequence.blocks[place]
-        if offset:
+        if offset:  # copy on write: the block has tokens of this sequence
             copies.append((shared, block))
         self.pool.release([shared])
         sequence.blocks[place] = block
         return True
 
     def _room_for_draft(self, sequence: RunningSequence, room: int) -> int:
-        """Return how much of its draft a sequence can have computed, with free blocks added for it.
+        """Return the length of the draft that can be computed, after adding free blocks for it.
 
         Args:
-            sequence: One whose next token has been scheduled.
-            room: Most tokens.
+            sequence: A sequence whose next token is scheduled.
+            room: Maximum number of drafted tokens.
         """
         size = self.pool.block_size
         wanted = min(len(sequence.draft), room)
         while len(sequence.blocks) * size < sequence.num_computed + wanted:
-            # Nobody is preempted for a guess, now or when those who run begin their next blocks.
+            # Drafts never cause a preemption: one block stays available for each running sequence.
             if self.pool.num_available <= len(self.running):
                 return len(sequence.blocks) * size - sequence.num_computed
             sequence.blocks.append(self.pool.allocate())
@@ -383,7 +382,7 @@ class Scheduler:
         return num_tokens
 
     def _register(self, sequence: RunningSequence, start: int, end: int) -> None:
-        """Let the blocks be found that are full with the tokens from `start` to `end`."""
+        """Add the blocks filled by the tokens from `start` to `end` to the prefix cache."""
         size = self.pool.block_size
         num_full = end // size
         if self.pool.keeps_prefixes:
@@ -391,7 +390,7 @@ class Scheduler:
                 self.pool.register(sequence.blocks[place], sequence.keys(num_full, size)[place])
 
     def _admit_first(self) -> RunningSequence | None:
-        """Give the first that waits all blocks of its known tokens; None where it has to wait on."""
+        """Admit the first waiting sequence with blocks for all its tokens; None if it has to wait."""
         let_in = (each for each in self.waiting if each.has_begun or not self.is_holding)
         sequence = next(let_in, None)
         if sequence is None or sequence.is_due:
@@ -401,11 +400,11 @@ class Scheduler:
             return None
         size = self.pool.block_size
         num_blocks = -(-len(sequence.tokens) // size)
-        # The last token is always computed: its logits are what the first draw needs.
+        # Always compute the last token: the first draw needs its logits.
         num_shared = (len(sequence.tokens) - 1) // size if self._may_share(sequence) else 0
         found = self.pool.find(sequence.keys(num_shared, size))
         available = self.pool.num_available - self.pool.num_taken_from_available(found)
-        # Those who run can each begin a block soon: who is let in must not throw another out at once.
+        # Each running sequence may need a block soon: an admission must not cause a preemption at once.
         if available < num_blocks - len(found) + len(self.running):
             return None
         self.pool.take(found)
@@ -418,7 +417,7 @@ class Scheduler:
         return sequence
 
     def _may_share(self, sequence: RunningSequence) -> bool:
-        """Return whether known blocks serve a sequence: not where all logits of its prompt are asked for."""
+        """Return whether a sequence can use cached blocks: not if it needs logits of its whole prompt."""
         return self.pool.keeps_prefixes and sequence.request.params.prompt_logprobs is None
 
     def _put_back(self, sequence: RunningSequence) -> None:

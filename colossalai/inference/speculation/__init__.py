@@ -1,4 +1,4 @@
-"""Speculation: guesses of the tokens that come next, which a step of the model then takes or refuses."""
+"""Speculative decoding: drafts of the next tokens, which a step of the model accepts or rejects."""
 
 from colossalai.inference.speculation._draft_model import DraftModel as DraftModel
 from colossalai.inference.speculation._drafts import DraftMaker as DraftMaker

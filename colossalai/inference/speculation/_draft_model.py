@@ -1,8 +1,8 @@
-"""A small model that makes drafts: the most likely tokens, of all sequences in one batch.
+"""Draft model: a small model that drafts the most likely tokens of all sequences in one batch.
 
-It has a paged cache of its own, with blocks of the size of the large model's. That cache may lag behind: a
-guess was refused, a sequence is new, or its blocks were given away. Before it guesses it reads what it has
-not seen, a bounded number of tokens at a time; who has more to read has no guess until it is done.
+It has its own paged cache, with the same block size as the large model. That cache can lag behind: after a
+rejected draft, for a new sequence, or after its blocks were evicted. Before a draft it reads the missing
+tokens, a bounded number at a time; a sequence with more to read gets no draft until it has caught up.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,14 +17,14 @@ from colossalai.inference.speculation._drafts import DraftMaker
 
 @dataclass
 class _Cached:
-    """What the cache holds of a sequence.
+    """Cache state of a sequence.
 
     Attributes:
         blocks: Its blocks.
-        num_computed: Tokens that were computed, guesses included.
-        num_known: How many of these were known to be tokens of the sequence.
-        guesses: Tokens that were computed behind those.
-        num_found: How many of the blocks can be found by their tokens.
+        num_computed: Number of computed tokens, drafted ones included.
+        num_known: Number of these that are confirmed tokens of the sequence.
+        guesses: Computed tokens after those.
+        num_found: Number of its blocks in the prefix cache.
     """
 
     blocks: list[int] = field(default_factory=list)
@@ -34,10 +34,10 @@ class _Cached:
     num_found: int = 0
 
     def settle(self, tokens: Sequence[int]) -> None:
-        """Forget the guesses that have turned out to be wrong.
+        """Discard drafted tokens that were rejected.
 
         Args:
-            tokens: Those of the sequence as they are known now.
+            tokens: Confirmed tokens of the sequence.
         """
         taken = 0
         for guess, token in zip(self.guesses, tokens[self.num_known : len(tokens) - 1], strict=False):
@@ -45,19 +45,19 @@ class _Cached:
                 break
             taken += 1
         self.num_known += taken
-        # The last token is always computed: its logits are what the first guess needs.
+        # Always compute the last token: the first draft needs its logits.
         self.num_known = self.num_computed = min(self.num_known, len(tokens) - 1)
         self.guesses = []
 
 
 class DraftModel(DraftMaker):
-    """Guesses by a small model.
+    """Drafts by a small model.
 
     Args:
         runner: The model, with a cache.
-        num_blocks: Blocks of that cache.
-        max_length: Its window: nothing is guessed behind it.
-        max_tokens: Most tokens that it reads before one round of guesses.
+        num_blocks: Number of blocks of that cache.
+        max_length: Its window, the end of all drafts.
+        max_tokens: Maximum number of tokens to read before a draft.
     """
 
     def __init__(self, runner: Runner, *, num_blocks: int, max_length: int, max_tokens: int) -> None:
@@ -69,20 +69,20 @@ class DraftModel(DraftMaker):
 
     @property
     def num_used(self) -> int:
-        """Number of blocks that sequences hold."""
+        """Number of blocks with references."""
         return self._pool.num_used
 
     def reach(self, sequence: RunningSequence, num_tokens: int) -> tuple[int, int]:
-        """Return what is wanted, up to the end of the window; all guesses are of one kind."""
+        """Return the requested length up to the end of the window; all drafts are of one kind."""
         return max(0, min(num_tokens, self._max_length - len(sequence.tokens))), 0
 
     def lag(self, sequence: RunningSequence) -> int:
-        """Return how many tokens it has not read; all of a sequence that it has not seen."""
+        """Return the number of unread tokens; all of them for a new sequence."""
         cached = self._cached.get(sequence)
         return len(sequence.tokens) - (0 if cached is None else cached.num_known)
 
     def drafts(self, wanted: Mapping[RunningSequence, int]) -> Mapping[RunningSequence, Sequence[int]]:
-        """Return the most likely tokens, after it has read what it had not seen."""
+        """Read missing tokens, and return the most likely next ones."""
         ready: dict[RunningSequence, list[int]] = {}
         reading: list[tuple[RunningSequence, Sequence[int]]] = []
         budget = self._max_tokens
@@ -106,13 +106,13 @@ class DraftModel(DraftMaker):
         return ready
 
     def forget(self, sequence: RunningSequence) -> None:
-        """Give back the blocks of a sequence."""
+        """Release the blocks of a sequence."""
         cached = self._cached.pop(sequence, None)
         if cached is not None:
             self._pool.release(cached.blocks)
 
     def _begin(self, sequence: RunningSequence) -> _Cached:
-        """Return what the cache holds of a sequence; a new one takes the blocks of a known beginning."""
+        """Return the cache state of a sequence; a new one shares the cached blocks of its prefix."""
         cached = self._cached.get(sequence)
         if cached is None:
             cached = self._cached[sequence] = _Cached()
@@ -126,7 +126,7 @@ class DraftModel(DraftMaker):
         return cached
 
     def _make_room(self, cached: _Cached, num_tokens: int, wanted: Mapping[RunningSequence, int]) -> bool:
-        """Give a sequence blocks for so many tokens; whoever has none of the large model loses its own."""
+        """Allocate blocks for `num_tokens` tokens; first evicts sequences preempted in the large model."""
         num_missing = -(-num_tokens // self._pool.block_size) - len(cached.blocks)
         if num_missing > self._pool.num_available:
             for sequence in [each for each in self._cached if not each.blocks and each not in wanted]:
@@ -139,7 +139,7 @@ class DraftModel(DraftMaker):
     def _run(
         self, step: Sequence[tuple[RunningSequence, Sequence[int]]], ready: Mapping[RunningSequence, object]
     ) -> list[int]:
-        """Compute tokens of sequences; return the most likely next token of each that is ready."""
+        """Compute tokens of sequences; return the most likely next token of each in `ready`."""
         size = self._pool.block_size
         caches = [self._cached[sequence] for sequence, _ in step]
         counts = np.array([len(tokens) for _, tokens in step], np.int64)
@@ -164,7 +164,7 @@ class DraftModel(DraftMaker):
         return logits.argmax(-1).tolist() if is_ready.any() else []
 
     def _note(self, sequence: RunningSequence, cached: _Cached, tokens: Sequence[int]) -> None:
-        """Note that tokens were computed; full blocks of known ones may be found from now on."""
+        """Record computed tokens; full blocks of confirmed tokens enter the prefix cache."""
         cached.num_computed += len(tokens)
         if cached.num_computed > len(sequence.tokens):
             cached.guesses += tokens

@@ -1,12 +1,12 @@
-"""Drafts of the tokens that come next, and prompt lookup, which finds them in the text itself.
+"""Drafts of the next tokens, and prompt lookup, which finds them in the text itself.
 
-A step that computes one token of a sequence computes a few more for little, where it is bound by reading the
-weights. So somebody cheaper guesses tokens, and a step of the model draws at each of their places; what was
-drawn before the first difference is taken (2211.17192). Drafts change no text: a place has the uniform number
-that it has without a draft.
+If a step is bound by reading the weights, a few more tokens of a sequence cost little. So a cheap method
+drafts tokens, a step of the model draws at each of their positions, and the drawn tokens before the first
+difference are accepted (2211.17192). Drafts do not change the text: a position uses the same uniform number
+with and without a draft.
 
-Prompt lookup (2304.04487) guesses that what followed the last few tokens before follows again: texts that
-quote their prompt, code, tables and lists do that.
+Prompt lookup (2304.04487) drafts the tokens that followed the last few tokens at an earlier position: texts
+that quote their prompt, code, tables and lists repeat themselves in this way.
 """
 
 from abc import ABC, abstractmethod
@@ -20,12 +20,12 @@ _LONGEST_MATCH = 3
 
 @dataclass(frozen=True)
 class SpeculationWay:
-    """Who makes drafts, and how long they are.
+    """Method and length of drafts.
 
     Attributes:
-        maker: "ngram" for the text itself, else a model: its folder.
-        num_tokens: Most tokens of a draft.
-        longest_match: Of "ngram", most tokens at the end of the text that are looked up.
+        maker: "ngram" for prompt lookup, else the folder of a model.
+        num_tokens: Maximum length of a draft.
+        longest_match: For "ngram", maximum number of last tokens to look up.
     """
 
     maker: str
@@ -34,7 +34,7 @@ class SpeculationWay:
 
     @classmethod
     def of(cls, text: str) -> "SpeculationWay":
-        """Return what an option says.
+        """Parse the option `speculate`.
 
         Args:
             text: "ngram:K", "ngram:K:N", or "FOLDER:K".
@@ -51,38 +51,38 @@ class SpeculationWay:
 
 
 class DraftMaker(ABC):
-    """Guesses the tokens that come next in sequences."""
+    """Abstract: drafts the next tokens of sequences."""
 
     @abstractmethod
     def reach(self, sequence: RunningSequence, num_tokens: int) -> tuple[int, int]:
-        """Return how many tokens it can guess for a sequence, and the kind of the guess.
+        """Return the possible length of a draft for a sequence, and its kind.
 
-        Guesses of one kind are right about equally often.
+        Drafts of one kind are accepted about equally often.
 
         Args:
             sequence: The sequence.
-            num_tokens: Most tokens that are wanted.
+            num_tokens: Maximum length.
         """
 
     def lag(self, sequence: RunningSequence) -> int:
-        """Return how many tokens of a sequence it computes before it can guess."""
+        """Return the number of tokens of a sequence to compute before a draft."""
         return 0
 
     @abstractmethod
     def drafts(self, wanted: Mapping[RunningSequence, int]) -> Mapping[RunningSequence, Sequence[int]]:
-        """Return guesses for sequences; one that is not there has none for now.
+        """Return drafts for sequences; a missing sequence has none for now.
 
         Args:
-            wanted: How many tokens for each, at least 1 and not more than `reach` has said.
+            wanted: Length of each draft, from 1 to the result of `reach`.
         """
 
     @abstractmethod
     def forget(self, sequence: RunningSequence) -> None:
-        """Give back what is kept for a sequence that has ended; nothing happens if there is nothing."""
+        """Free the state of an ended sequence; does nothing without any."""
 
 
 class NgramIndex:
-    """Where each run of up to N tokens was last followed by another token.
+    """Index of the last position after each run of up to N tokens.
 
     Args:
         longest: N.
@@ -90,26 +90,26 @@ class NgramIndex:
 
     def __init__(self, longest: int) -> None:
         self._longest = longest
-        self._next: dict[tuple[int, ...], int] = {}  # by a run of tokens: the position behind it
+        self._next: dict[tuple[int, ...], int] = {}  # position after each run of tokens
         self._num_read = 0
 
     def read(self, tokens: Sequence[int]) -> None:
-        """Take in what a text has grown by; it costs N look-ups a token.
+        """Add the new tokens of a text; costs N look-ups per token.
 
         Args:
-            tokens: The whole text; it begins with what has been read before.
+            tokens: The whole text, which begins with the tokens of earlier calls.
         """
-        # A run is noted with the token behind it: the end of the text is not found as its own beginning.
+        # A run is added with the token after it, so the end of the text does not match itself.
         for end in range(max(self._num_read, 1), len(tokens)):
             for length in range(1, min(self._longest, end) + 1):
                 self._next[tuple(tokens[end - length : end])] = end
         self._num_read = len(tokens)
 
     def find(self, tokens: Sequence[int]) -> tuple[int, int]:
-        """Return how long an end of the text has occurred before, and the position behind its last place.
+        """Return the length of the longest repeated end of the text, and the position after it last occurred.
 
         Args:
-            tokens: The text, as it was read.
+            tokens: The text, as passed to `read`.
         """
         for length in range(min(self._longest, len(tokens) - 1), 0, -1):
             place = self._next.get(tuple(tokens[-length:]))
@@ -119,11 +119,11 @@ class NgramIndex:
 
 
 class NgramDrafts(DraftMaker):
-    """Guesses that what followed the last tokens before follows again.
+    """Prompt lookup: drafts the tokens that followed the last tokens at an earlier position.
 
     Args:
-        longest_match: Most tokens at the end of a text that are looked up; the kind of a guess is how many
-            of them were found.
+        longest_match: Maximum number of last tokens to look up; the number of matched tokens is the kind of
+            a draft.
     """
 
     def __init__(self, longest_match: int = _LONGEST_MATCH) -> None:
@@ -131,23 +131,23 @@ class NgramDrafts(DraftMaker):
         self._indices: dict[RunningSequence, NgramIndex] = {}
 
     def reach(self, sequence: RunningSequence, num_tokens: int) -> tuple[int, int]:
-        """Return all that is wanted, where an end of the text has occurred before."""
+        """Return the requested length if an end of the text has occurred before."""
         length, _ = self._find(sequence)
         return num_tokens if length else 0, length
 
     def drafts(self, wanted: Mapping[RunningSequence, int]) -> Mapping[RunningSequence, Sequence[int]]:
-        """Return what followed; where the text ends too soon, it goes on with what was guessed itself."""
+        """Return the tokens that followed; if the text ends too soon, the draft repeats them."""
         found = {}
         for sequence, num_tokens in wanted.items():
             length, place = self._find(sequence)
             if length:
                 behind = sequence.tokens[place : place + num_tokens]
-                # What repeats with a period shorter than the draft is guessed to go on so.
+                # A repetition with a period shorter than the draft is continued.
                 found[sequence] = (behind * -(-num_tokens // len(behind)))[:num_tokens]
         return found
 
     def forget(self, sequence: RunningSequence) -> None:
-        """Give back the index of a sequence."""
+        """Free the index of a sequence."""
         self._indices.pop(sequence, None)
 
     def _find(self, sequence: RunningSequence) -> tuple[int, int]:

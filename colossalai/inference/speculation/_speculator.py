@@ -1,12 +1,12 @@
-"""Length of drafts: as many tokens as can be expected to pay, which may be none.
+"""Length of drafts: the number of tokens expected to pay off, possibly none.
 
-A guess is right with a chance that follows from how often guesses of its sequence and of its kind were
-right; behind it, a further one only where it was. What a row more costs follows from how long steps of so
-many rows took. So a step with R sequences and D guesses makes R + (sum of their chances) tokens in T(R + D)
-seconds, and the guesses are taken, best first, that make this rate largest. One sequence pays for many
-guesses where a step reads the weights for one row or for five; where arithmetic binds, hardly any does.
+The chance of a drafted token follows from the acceptance rate of its sequence and its kind; each further
+token requires the previous one to be accepted. The cost of another row follows from the measured times of
+steps by number of rows. A step with R sequences and D drafted tokens makes R + (sum of their chances) tokens
+in T(R + D) seconds, and the tokens that maximize this rate are chosen, best first. One sequence affords many
+where a step reads the weights for one row or for five, hardly any where arithmetic binds.
 
-Whatever is chosen changes when a text comes, and not which: drafts change no draw.
+The choice affects the time of a text, never its content: drafts change no draw.
 """
 
 import time
@@ -17,25 +17,25 @@ from dataclasses import dataclass
 from colossalai.inference.scheduling import RunningSequence
 from colossalai.inference.speculation._drafts import DraftMaker
 
-# A guess with a smaller chance is not computed: it is mostly a row for nothing, whatever rows cost.
+# A token with a smaller chance is not computed: it would mostly be a wasted row.
 _LEAST_CHANCE = 0.1
-# Of so many guesses that were left out for that reason one is tried: the text may repeat from here on. Prime,
-# so that among any number of sequences it is not always the same one's turn.
+# One of so many tokens left out for that reason is tried, because the text may begin to repeat. Prime, so
+# that for any number of sequences it is not always the same one's turn.
 _TRIED_OF = 31
-# By so much the rate with drafts has to be better than without: times of steps are known no better.
+# Required gain of the rate by drafts: the accuracy of measured times.
 _MARGIN = 1.1
-# What a record keeps of its counts at each new draft: it remembers about 10, or 50.
+# Decay of a record's counts at each new draft: a memory of about 10 or 50 drafts.
 _KEPT_OF_SEQUENCE, _KEPT_OF_KIND = 0.9, 0.98
 
 
 @dataclass
 class _Record:
-    """How often guesses were right, older ones counting less and less.
+    """Acceptance rate of drafted tokens, with exponential decay.
 
     Attributes:
-        keeps: What is kept of the counts at each new entry.
-        right: Number of right guesses.
-        total: Number of guesses that could be judged: those up to the first wrong one.
+        keeps: Decay factor of the counts at each new entry.
+        right: Number of accepted tokens.
+        total: Number of judged tokens: those up to the first rejected one.
     """
 
     keeps: float
@@ -48,21 +48,21 @@ class _Record:
 
 
 class RowPace:
-    """How long steps take, by their number of rows.
+    """Time of steps by their number of rows.
 
-    What is not known is taken to be better than it may be, so that it is tried: more rows to cost nothing,
-    fewer to cost in proportion. What has not been seen for long is forgotten for the same reason.
+    Unknown times are estimated optimistically, so that they are tried: more rows as free, fewer as
+    proportional. Old measurements are dropped for the same reason.
     """
 
-    _SHARE = 0.2  # of a new measurement in the running means
+    _SHARE = 0.2  # weight of a new measurement in the running means
     _AGE = 512  # steps
 
     def __init__(self) -> None:
-        self._means: dict[int, tuple[float, float, int]] = {}  # by bucket: rows, seconds, when noted last
+        self._means: dict[int, tuple[float, float, int]] = {}  # by bucket: rows, seconds, last update
         self._num_passed = 0
 
     def note(self, num_rows: int, seconds: float) -> None:
-        """Note how long a step of so many rows took."""
+        """Record the time of a step."""
         self.pass_step()
         bucket = _bucket(num_rows)
         rows, mean, _ = self._means.get(bucket, (float(num_rows), seconds, 0))
@@ -71,14 +71,14 @@ class RowPace:
         self._means[bucket] = new
 
     def pass_step(self) -> None:
-        """Let a step pass, and forget what was noted long before it."""
+        """Count a step, and drop old measurements."""
         self._num_passed += 1
         old = self._num_passed - self._AGE
         if any(each[2] <= old for each in self._means.values()):
             self._means = {key: each for key, each in self._means.items() if each[2] > old}
 
     def seconds(self, num_rows: int) -> float:
-        """Return how long a step of so many rows takes; 0 where nothing is known."""
+        """Return the estimated time of a step in seconds; 0 before any measurement."""
         points = sorted((rows, mean) for rows, mean, _ in self._means.values())
         if not points:
             return 0.0
@@ -93,22 +93,22 @@ class RowPace:
 
 
 def _bucket(num_rows: int) -> int:
-    """Return a number that close numbers of rows share: exact up to 15, then in steps of an eighth."""
+    """Return the bucket of a number of rows: exact up to 15, then in steps of an eighth."""
     shift = max(num_rows.bit_length() - 4, 0)
     return num_rows >> shift << shift
 
 
 class Speculator:
-    """Asks a maker for drafts, as long as they pay.
+    """Requests drafts as long as they pay off.
 
     Args:
-        maker: Makes them.
-        num_tokens: Most tokens of a draft.
-        clock: Seconds that only grow.
+        maker: Source of drafts.
+        num_tokens: Maximum length of a draft.
+        clock: Monotonic clock in seconds.
 
     Attributes:
-        num_drafted: Drafted tokens that were computed.
-        num_accepted: Those of them that became part of a text.
+        num_drafted: Number of computed drafted tokens.
+        num_accepted: Number of accepted ones.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Speculator:
         self.num_accepted = 0
         self._clock = clock
         self._pace = RowPace()
-        self._round_pace = RowPace()  # of the maker: for a token more of so many sequences
+        self._round_pace = RowPace()  # of the maker: time of one more token for so many sequences
         self._of_kind: defaultdict[int, _Record] = defaultdict(lambda: _Record(_KEPT_OF_KIND, 1.0, 2.0))
         self._of_sequence: dict[RunningSequence, defaultdict[int, _Record]] = {}
         self._last_kind: dict[RunningSequence, int] = {}
@@ -132,8 +132,8 @@ class Speculator:
         """Return drafts for the next step.
 
         Args:
-            room: Most tokens that each sequence may be guessed on by, where that is more than none.
-            num_rows: Rows of the step without drafts.
+            room: Maximum length of each sequence's draft, at least 1.
+            num_rows: Number of rows of the step without drafts.
         """
         reaches = {
             sequence: self.maker.reach(sequence, min(most, self.num_tokens))
@@ -142,7 +142,7 @@ class Speculator:
         lengths = self._lengths({each: reach for each, reach in reaches.items() if reach[0]}, num_rows)
         if not lengths:
             return {}
-        # What is read of a prompt is read once, and tells nothing of the guesses that follow.
+        # Reading a prompt is a one-time cost, and no measure for later drafts.
         is_usual = all(self.maker.lag(sequence) <= 1 + self.num_tokens for sequence in lengths)
         began = self._clock()
         found = self.maker.drafts(lengths)
@@ -153,7 +153,7 @@ class Speculator:
         return found
 
     def note_draft(self, sequence: RunningSequence, num_drafted: int, num_accepted: int) -> None:
-        """Note how many tokens of the last draft of a sequence were computed, and how many were right."""
+        """Record the number of computed and accepted tokens of a sequence's last draft."""
         self.num_drafted += num_drafted
         self.num_accepted += num_accepted
         kind = self._last_kind[sequence]
@@ -163,18 +163,18 @@ class Speculator:
             record.note(num_accepted, num_judged)
 
     def note_step(self, num_rows: int, seconds: float) -> None:
-        """Note how long a step took that read no prompt."""
+        """Record the time of a step without prompts."""
         self._pace.note(num_rows, seconds)
         self._round_pace.pass_step()
 
     def forget(self, sequence: RunningSequence) -> None:
-        """Give back what is kept for a sequence that has ended."""
+        """Free the state of an ended sequence."""
         self.maker.forget(sequence)
         self._of_sequence.pop(sequence, None)
         self._last_kind.pop(sequence, None)
 
     def _chance(self, sequence: RunningSequence, kind: int) -> float:
-        """Return how likely a guess is right: as those of the sequence, and as one of all of this kind."""
+        """Return the chance of a drafted token, from its sequence's rate and the rate of its kind."""
         every = self._of_kind[kind]
         records = self._of_sequence.get(sequence)
         own = records[kind] if records else _Record(_KEPT_OF_SEQUENCE)
@@ -183,7 +183,7 @@ class Speculator:
     def _lengths(
         self, reaches: Mapping[RunningSequence, tuple[int, int]], num_rows: int
     ) -> dict[RunningSequence, int]:
-        """Return the lengths of drafts that make the most tokens a second."""
+        """Return the lengths of drafts with the highest rate of tokens per second."""
         gains: list[tuple[float, int, RunningSequence]] = []
         tried: dict[RunningSequence, int] = {}
         for number, (sequence, (most, kind)) in enumerate(reaches.items()):
@@ -196,7 +196,7 @@ class Speculator:
                 if chance**length < _LEAST_CHANCE:
                     break
                 gains.append((chance**length, -number, sequence))
-        # Of one sequence the chances fall with the length, or are all the same: the first ones come first.
+        # The chances of one sequence fall with the length, or stay equal: the first ones come first.
         gains.sort(key=lambda gain: gain[:2], reverse=True)
         best_rate, num_best = _MARGIN * self._rate(num_rows, num_rows), 0
         made, lengths = float(num_rows), defaultdict[RunningSequence, int](int)
@@ -214,13 +214,13 @@ class Speculator:
         return {**chosen, **tried}
 
     def _rate(self, num_tokens: float, num_rows: int, num_drafts: int = 0, longest: int = 0) -> float:
-        """Return tokens per second; where nothing has been measured, as if all steps took equally long.
+        """Return tokens per second; before any measurement as if all steps took equally long.
 
         Args:
-            num_tokens: Tokens that a step can be expected to make.
-            num_rows: Its rows.
-            num_drafts: Sequences that have a draft in it.
-            longest: Tokens of the longest draft.
+            num_tokens: Expected number of tokens of a step.
+            num_rows: Number of its rows.
+            num_drafts: Number of its sequences with a draft.
+            longest: Length of the longest draft.
         """
         seconds = self._pace.seconds(num_rows)
         if not seconds:

@@ -188,7 +188,7 @@ def test_files_that_are_none(base: Path, adapter: Path, tmp_path: Path) -> None:
     assert "adapter 'one'" in refusal(base, one=adapter)
     assert not (tmp_path / "ran").exists()
     (adapter / "adapter_config.json").write_text("{")
-    assert "adapter_config.json is no JSON" in refusal(base, one=adapter)
+    assert "adapter_config.json is not JSON" in refusal(base, one=adapter)
     (adapter / "adapter_config.json").unlink()
     assert "an adapter is a folder as peft saves it" in refusal(base, one=adapter)
     with pytest.raises(ValueError, match="an adapter without a name"):

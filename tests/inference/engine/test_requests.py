@@ -221,7 +221,7 @@ def test_requests_of_one_name_are_refused_while_the_first_is_under_way():
     they = heard()
     (prompt,) = prompts(5)
     they.submit("a", prompt)
-    with pytest.raises(ValueError, match="a request 'a' is under way; each needs a name of its own"):
+    with pytest.raises(ValueError, match="a request 'a' is in flight; each needs a name of its own"):
         they.submit("a", prompt)
     they.finish()
     they.deltas.clear()

@@ -78,4 +78,4 @@ def refused() -> str:
 @pytest.mark.dist
 def test_a_model_that_is_cut_is_refused() -> None:
     for said in run_ranks(refused, 2):
-        assert "serve what was saved" in said
+        assert "serve the saved model" in said
