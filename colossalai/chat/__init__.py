@@ -1,4 +1,4 @@
-"""Chat: from a base model to an assistant, by texts (SFT, reward models, DPO) and by rewards (PPO, GRPO).
+"""Chat: training of an assistant on texts (SFT, reward models, DPO) and by rewards (PPO, GRPO).
 
 For users: the methods, `chat_data`, `with_value_head`, and the folders `data` and `losses`.
 """

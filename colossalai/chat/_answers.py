@@ -1,6 +1,6 @@
-"""Answers of the model in training to a batch of prompts: drawn, scored, and batched for the loss.
+"""Rollout batches: answers of the model in training to prompts, drawn, scored, and collated for the loss.
 
-All methods that learn from rewards begin in this way; they differ in what they make of the rewards.
+All methods that learn from rewards share this code; they differ in their use of the rewards.
 """
 
 import hashlib
@@ -42,20 +42,19 @@ MEASURED = (
     *("reward", "reward_deviation", "length", "share_cut", "clip_share", "entropy", "kl", "kl_k1"),
     *("logprob_gap", LARGEST_GAP, _ROLLOUT_RATE, TRAINING_RATE),
 )
-"""What is written down of each step: reward of an answer, and how far rewards are from their mean (the root
-of the mean square), tokens of an answer, answers that were cut off, tokens whose ratio is clipped, nats of a
-token, k3 and k1 of the model against that which drew the answers, |log p(engine) - log p(trainer)| of a
-token, and the largest; tokens of answers that are drawn in a second, and tokens of texts that are learned
-from. Of rewards and answers, in the first step that is made of them."""
+"""Metrics of each step: mean and standard deviation of rewards, tokens of an answer, share of truncated
+answers, share of clipped tokens, entropy in nats, k3 and k1 divergence from the model that drew the answers,
+mean and largest |log p(engine) - log p(trainer)| of a token, tokens generated per second, and tokens trained
+on per second. Metrics of rewards and answers are part of the first step that uses them."""
 MEASURED_OF_REFERENCE = (KL_NAME, f"{KL_NAME}_k1")
-"""The same of the model against the reference."""
+"""The divergence from the reference."""
 _SAMPLED_PROMPTS = 4
 _OF_ALL_RANKS = (RequestRefused, RequestFailed, EngineStopped)
 """Errors of an engine of several ranks that all of them raise."""
 
 
 class Prompt(NamedTuple):
-    """A prompt, and where it is from."""
+    """A prompt with its number and its row."""
 
     number: int
     encoded: EncodedText
@@ -66,10 +65,10 @@ class ScoredAnswer(NamedTuple):
     """An answer and its reward.
 
     Attributes:
-        prompt: What it answers.
+        prompt: The prompt.
         rollout: The answer.
-        reward: How good it is.
-        counts: Whether it is learned from; not so where its prompt stands in for a missing one.
+        reward: Its reward.
+        counts: Whether it is trained on; False for the answers to a padding prompt.
     """
 
     prompt: Prompt
@@ -79,44 +78,43 @@ class ScoredAnswer(NamedTuple):
 
 
 class _Drawn(NamedTuple):
-    """Answers to each prompt of a share, and how long they took."""
+    """Answers to each prompt of a share, and the time to draw them."""
 
     rollouts: list[list[Rollout]]
     seconds: float
 
 
 class Answerer:
-    """Draws answers to prompts, and makes batches of them; the same on any number of ranks.
+    """Draws and scores answers to prompts, and collates them; the same answers on any number of ranks.
 
     Args:
         model: The boosted model.
         booster: Its parallel methods.
-        tokenizer: That of the model.
-        sampling: How answers are drawn, and how many to a prompt.
-        reward: How good they are.
-        max_length: Most tokens of a prompt and its answer.
-        num_prompts: Prompts of a step on this rank.
-        rows_at_once: Most answers of a batch.
-        tokens_at_once: Most tokens of a batch; None: any number.
-        seed: Of what is drawn.
-        watch: What is told where engine and trainer differ.
-        rollouts: Where and when answers are drawn.
+        tokenizer: The tokenizer of the model.
+        sampling: Sampling parameters, with the number of answers to a prompt.
+        reward: The reward.
+        max_length: Maximum number of tokens of a prompt and its answer.
+        num_prompts: Number of prompts of a step on this rank.
+        rows_at_once: Maximum number of answers of a batch.
+        tokens_at_once: Maximum number of tokens of a batch; None for no limit.
+        seed: Seed of the draws.
+        watch: Receives the largest difference between engine and trainer.
+        rollouts: Placement and schedule of the rollouts.
 
-    It is a context, at whose end reward and engine end what they have begun.
+    A context manager: its exit ends the scorer and the engine.
 
     [Note: one step ahead]
-    With `rollouts.ahead` the next window is read, and its answers are drawn by a thread, while steps are made
-    of this one. The engine has a copy of the weights, so no step disturbs it. Drawing is no collective: ranks
-    meet when they score, in order, on their main threads. A window is not read ahead over a training state: a
-    run that goes on from there reads it with the weights of the state, and so does the one that goes on
-    undisturbed.
+    With `rollouts.ahead` the next window is read, and a thread draws its answers, during the steps on this
+    one. The engine has a copy of the weights, so no step disturbs it. Drawing is not a collective: ranks
+    synchronize when they score, in order, on their main threads. A window is not read ahead across a training
+    state: a run resumed from it reads the window with the weights of the state, as does an unbroken run.
 
     Attributes:
-        engine: What answers.
-        measures: What is noted of answers and their tokens.
+        engine: The engine.
+        measures: Metrics of answers and their tokens.
 
     Raises:
-        ValueError: `model` is none that can be served.
+        ValueError: `model` cannot be served.
     """
 
     def __init__(
@@ -155,7 +153,7 @@ class Answerer:
             pp_size=rollouts.pp_size,
         )
         self._is_ahead = rollouts.ahead > 0
-        self._thread = ThreadPoolExecutor(1, "rollouts")  # which begins with the first window ahead
+        self._thread = ThreadPoolExecutor(1, "rollouts")  # started by the first window ahead
         self.measures = Measures(
             roots=("reward_deviation",),
             largest=(LARGEST_GAP,),
@@ -172,25 +170,25 @@ class Answerer:
         self.engine.close()
 
     def windows(self, loop: FitLoop, *, steps: int) -> Iterator[list[ScoredAnswer]]:
-        """Yield the answers to each window of a loop, those to one prompt next to each other.
+        """Yield the answers to each window of a loop, ordered by prompt.
 
-        Every rank takes them, and makes steps of them before it takes the next ones. The ranks of a replica
-        have read the same prompts: each answers and scores a share of them.
+        Every rank iterates, and makes the steps of a window before the next one. The ranks of a replica have
+        read the same prompts: each answers and scores a share of them.
 
         Args:
             loop: The loop.
-            steps: Steps that are made of a window.
+            steps: Number of steps per window.
 
         Raises:
             RewardError: The reward, or the engine, failed on some rank.
         """
         if loop.done > 0:
-            self.engine.sync()  # a copy was made of the weights before the training state was read
+            self.engine.sync()  # the copy was made before the training state was loaded
         windows = loop.windows()
         window = next(windows, None)
         pending: Future[_Drawn] | None = None
         while window is not None:
-            # The first meeting of the ranks since the prompts were read: whose answers are short waits.
+            # The first synchronization since the prompts were read: ranks with short answers wait here.
             draw: Callable[[], _Drawn] = partial(self._draw, window, loop.done)
             if pending is not None:
                 draw = pending.result
@@ -208,12 +206,12 @@ class Answerer:
             window = next(windows, None) if following is None else following
 
     def _share(self, window: Sequence[Batch]) -> list[tuple[Prompt, bool]]:
-        """Return the prompts that this rank answers, with whether they count."""
+        """Return this rank's share of the prompts, with whether they count."""
         counts = [bool(each) for _, labels in window for each in labels["counts"]]
         return list(zip(_prompts(window), counts, strict=True))[self._team.rank :: self._team.size]
 
     def _draw(self, window: Sequence[Batch], step: int) -> _Drawn:
-        """Return this rank's answers; no other rank takes part but those that share its engine."""
+        """Return this rank's answers; collective only over the ranks that share its engine."""
         own = self._share(window)
         params = [replace(self._sampling, seed=_seed_of(self._seed, step, each.number)) for each, _ in own]
         started = time.monotonic()
@@ -221,14 +219,14 @@ class Answerer:
         return _Drawn(rollouts, time.monotonic() - started)
 
     def _scored(self, window: Sequence[Batch], draw: Callable[[], _Drawn]) -> list[ScoredAnswer]:
-        """Return all answers of a replica with their rewards; every rank calls it."""
+        """Return all answers of a replica with their rewards; collective."""
         own, unscored, seconds = self._share(window), list[ScoredAnswer](), 0.0
 
         def score() -> Scores:
             nonlocal seconds
             try:
                 rollouts, seconds = draw()
-            except Exception as error:  # of the engine: it is told, as a reward's is, on all ranks
+            except Exception as error:  # of the engine: reported on all ranks, like an error of a reward
                 raise RewardCallError(
                     f"the engine did not answer: {type(error).__name__}: {error}"
                 ) from error
@@ -264,7 +262,7 @@ class Answerer:
     def _all_of_team(
         self, prompts: Sequence[Prompt], counts: Sequence[bool], own: list[ScoredAnswer], scores: Scores
     ) -> tuple[list[ScoredAnswer], Scores]:
-        """Return the answers of all ranks of a replica, in the order of the prompts; each sends its share."""
+        """All-gather the answers of a replica's ranks, in the order of the prompts."""
         if self._team.size == 1:
             return own, scores
         told: list[Any] = gather_values(
@@ -298,7 +296,7 @@ class Answerer:
         return torch.tensor(sum(kept), dtype=torch.float64)
 
     def samples(self, answers: Sequence[ScoredAnswer]) -> list[AnswerSample]:
-        """Return the first few prompts, with all answers to them, as texts."""
+        """Return the first few prompts and all answers to them, as texts."""
         size = self._sampling.n
         groups = [answers[start : start + size] for start in range(0, len(answers), size)]
         return [
@@ -311,14 +309,14 @@ class Answerer:
         ]
 
     def batches(self, answers: Sequence[ScoredAnswer], **numbers: Tensor) -> list[Batch]:
-        """Return batches of answers, whose prompts are not learned; every rank calls it.
+        """Return batches of answers, with masked prompts; collective.
 
-        Those of like lengths come together, so that rows are filled up with little; losses are sums, to which
-        the order is nothing. All ranks have as many batches, since a forward may be a collective.
+        Answers of similar lengths share a batch, to reduce padding; losses are sums, which do not depend on
+        the order. All ranks return the same number of batches, since a forward may be a collective.
 
         Args:
-            answers: The answers, as many on all ranks.
-            numbers: Further labels, one of each for each answer.
+            answers: The answers, the same number on all ranks.
+            numbers: Further labels, with one entry per answer.
         """
         pipeline = self._booster.plan.pipeline
         divide = partial(
@@ -329,7 +327,7 @@ class Answerer:
             multiple_of=1 if pipeline is None else pipeline.num_microbatches,
         )
         parts = divide()
-        if self._tokens_at_once is not None:  # other ranks have answers of other lengths
+        if self._tokens_at_once is not None:  # lengths differ between ranks: take the maximum of all
             most = torch.tensor([len(parts)], device=self._booster.device)
             all_reduce_in_place(most, ParallelMode.GLOBAL, dist.ReduceOp.MAX)
             parts = divide(at_least=int(most))
@@ -341,7 +339,7 @@ class Answerer:
         ]
 
     def logprobs(self, model: nn.Module, data: Mapping[str, Tensor]) -> Tensor:
-        """Return what a model gives to all tokens but the first, log-probabilities, (batch, length - 1)."""
+        """Return a model's log-probabilities of all tokens but the first, (batch, length - 1)."""
         ids = data["input_ids"][:, 1:]
         return forward_only(
             model,
@@ -353,14 +351,14 @@ class Answerer:
     def reference_logprobs(
         self, model: nn.Module, reference: nn.Module | None, data: Mapping[str, Tensor]
     ) -> Tensor:
-        """Return the same of the reference; None: of the model without its adapters."""
+        """Return the same for the reference; None: for the model without its adapters."""
         if reference is not None:
             return self.logprobs(reference, data)
         with adapters_off(model):
             return self.logprobs(model, data)
 
     def tempered(self, output: Any) -> Tensor:
-        """Return the logits that predict all tokens but the first, (batch, length - 1, vocabulary)."""
+        """Return the logits, divided by the temperature, that predict all tokens but the first."""
         logits = logits_of(output)[:, :-1]
         return logits if self._sampling.temperature == 1 else logits / self._sampling.temperature
 
@@ -375,14 +373,14 @@ class Answerer:
         clip: tuple[float, float],
         is_first: bool,
     ) -> None:
-        """Note what the tokens of answers are like under the model in training.
+        """Record metrics of the answers' tokens under the model in training.
 
         Args:
-            logits: Of `tempered`.
-            logp: Of the labels under them.
+            logits: Result of `tempered`.
+            logp: Log-probabilities of the labels under them.
             old_logp: The same when the answers were drawn.
-            labels: Of the batch.
-            clip: How far ratios may fall and rise.
+            labels: Labels of the batch.
+            clip: Lower and upper clip of the ratios.
             is_first: Whether the model has not changed since.
         """
         mask = answer_mask(labels)
@@ -398,9 +396,9 @@ class Answerer:
             sums[k3] = losses.kl(logp, labels["ref_logp"], "k3")[mask].sum()
             sums[k1] = losses.kl(logp, labels["ref_logp"], "k1")[mask].sum()
         trainer = old_logp
-        if self._sampling.temperature != 1 and is_first:  # the engine tells those before the temperature
+        if self._sampling.temperature != 1 and is_first:  # the engine's are before the temperature
             trainer = losses.token_logprobs(logits * self._sampling.temperature, labels["input_ids"][:, 1:])
-        # One step ahead, the probabilities of the engine are the old ones themselves.
+        # One step ahead, the old log-probabilities are those of the engine.
         if not self._is_ahead and (self._sampling.temperature == 1 or is_first):
             engine = labels["engine_logp"].to(trainer.dtype)
             gaps = (trainer - engine).abs().where(mask, 0.0)  # (batch, length - 1)
@@ -433,7 +431,7 @@ class Answerer:
 
     def _batch(self, answers: Sequence[ScoredAnswer], numbers: Mapping[str, Tensor]) -> Batch:
         pipeline = self._booster.plan.pipeline
-        # Microbatches are alike: what is missing to that is filled up with answers that do not count.
+        # Microbatches have equal sizes: pad with answers that do not count.
         missing = 0 if pipeline is None else -len(answers) % pipeline.num_microbatches
         answers = [*answers, *[answers[-1]._replace(counts=False)] * missing]
         texts = []
@@ -460,9 +458,9 @@ class Answerer:
 
 
 def _finished_draw(draw: Callable[[], _Drawn]) -> Callable[[], _Drawn]:
-    """Draw, and return what gives the answers, or raises an error that all ranks of the engine have.
+    """Draw, and return a function that returns the answers or raises an error common to the engine's ranks.
 
-    Any other error is raised here: the other ranks are in a step of the engine, where they cannot be told.
+    Any other error is raised here: the other ranks are inside a step of the engine and cannot be notified.
     """
     made = Future[_Drawn]()
     try:
@@ -481,12 +479,12 @@ def _prompts(window: Sequence[Batch]) -> list[Prompt]:
 
 
 def answer_mask(labels: Mapping[str, Any]) -> Tensor:
-    """Return which of all tokens but the first are those of answers that count, (batch, length - 1)."""
+    """Return the mask of answers that count, for all tokens but the first, (batch, length - 1)."""
     mask: Tensor = labels["loss_mask"][:, 1:] & labels["counts"].unsqueeze(1)
     return mask
 
 
 def _seed_of(seed: int, step: int, number: int) -> int:
-    """Return the seed of the answers to a prompt in a step: the same on any number of ranks."""
+    """Return the seed of the answers to a prompt in a step, the same on any number of ranks."""
     told = hashlib.sha256(f"{seed} {step} {number}".encode()).digest()
     return int.from_bytes(told[:7], "big")

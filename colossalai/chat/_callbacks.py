@@ -1,6 +1,6 @@
-"""What is told of a run that learns from rewards beside its records: samples, warnings, and why it ends.
+"""Callbacks of a run that learns from rewards: samples, warnings, and its early end.
 
-All ranks see the same records, so whatever is decided by them alone is decided on all ranks alike.
+All ranks have the same records, so a decision based on them alone is the same on all ranks.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,27 +13,27 @@ from colossalai.chat._records import Record, StepLines
 from colossalai.logging import get_dist_logger
 
 LARGEST_GAP = "logprob_gap_largest"
-"""The largest |log p(engine) - log p(trainer)| of a token, of all ranks."""
+"""The largest |log p(engine) - log p(trainer)| of a token over all ranks."""
 KL_NAME = "kl_to_reference"
 PATIENCE = 10
-"""Steps in a row with too large a divergence that end a run."""
-_WIDE_GAP = 0.02  # what two roundings to bfloat16 on the way to a log-probability come to
+"""Number of consecutive steps with too large a divergence that end a run."""
+_WIDE_GAP = 0.02  # error of a log-probability after two roundings to bfloat16
 
 
 class PolicyDriftError(RuntimeError):
-    """A model has gone too far from its reference; raised on all ranks, after its state was saved."""
+    """The model diverges too far from its reference; raised on all ranks, after its state is saved."""
 
 
 class Gap(NamedTuple):
-    """Where engine and trainer differ most in a batch.
+    """The largest difference between engine and trainer in a batch.
 
     Attributes:
-        size: By how much, a tensor that nobody has waited for.
-        place: In the flattened batch, (batch * (length - 1),).
+        size: The difference, a tensor that is not synchronized yet.
+        place: Index in the flattened batch, (batch * (length - 1),).
         input_ids: The batch, (batch, length).
-        loss_mask: The tokens of answers, (batch, length).
+        loss_mask: Mask of the answers, (batch, length).
         engine: Log-probabilities of the engine, (batch, length - 1).
-        trainer: Those of the trainer.
+        trainer: Log-probabilities of the trainer.
     """
 
     size: Tensor
@@ -44,7 +44,7 @@ class Gap(NamedTuple):
     trainer: Tensor
 
     def told(self, tokenizer: Any) -> str:
-        """Return it in words."""
+        """Return a description of the difference."""
         row, column = divmod(int(self.place), self.engine.shape[1])
         ids, is_answer = self.input_ids[row].tolist(), self.loss_mask[row].tolist()
         begin, token = is_answer.index(True), ids[column + 1]
@@ -56,11 +56,11 @@ class Gap(NamedTuple):
 
 
 class RewardWatch:
-    """Looks at each record of a run: warns once of what is odd, and ends a run that drifts away.
+    """Checks each record of a run: warns once of anomalies, and ends a run that drifts away.
 
     Args:
-        tokenizer: That of the model.
-        max_kl: Largest mean divergence from the reference, by k3; None: any.
+        tokenizer: The tokenizer of the model.
+        max_kl: Largest mean divergence from the reference, by k3; None for no limit.
     """
 
     def __init__(self, tokenizer: Any, *, max_kl: float | None) -> None:
@@ -70,17 +70,17 @@ class RewardWatch:
         self._told: set[str] = set()
 
     def note(self, gap: Gap) -> None:
-        """Keep where this rank's engine and trainer differ, until the step has ended."""
+        """Store a difference on this rank until the end of the step."""
         self._gaps.append(gap)
 
     def __call__(self, record: Record) -> Exception | None:
-        """Return what is to end the run, if anything is."""
+        """Return the error that ends the run, if any."""
         gaps, self._gaps = self._gaps, []
         largest = record.get(LARGEST_GAP, 0.0)
-        # A NaN is warned of as well.
+        # A NaN causes a warning, too.
         if not largest <= _WIDE_GAP and self._is_new(LARGEST_GAP):
             own = max(gaps, key=lambda each: float(each.size), default=None)
-            if own is not None and not float(own.size) < largest:  # the rank that has it speaks
+            if own is not None and not float(own.size) < largest:  # the rank with the largest one warns
                 get_dist_logger().warning(
                     f"step {record['step']}: log-probabilities of engine and trainer differ by "
                     f"{largest:.4f}, more than {_WIDE_GAP}: {own.told(self._tokenizer)}. Answers are learned "
@@ -90,7 +90,7 @@ class RewardWatch:
         if record.get("groups_alike", 0.0) == 1.0 and self._is_new("groups_alike"):
             get_dist_logger().warning(
                 f"step {record['step']}: in each group all rewards are equal, so nothing is learned from "
-                "them; give easier or harder prompts, or a reward that tells answers apart",
+                "them; give easier or harder prompts, or a reward that differs between answers",
                 ranks=[0],
             )
         return self._drift(record)
@@ -104,7 +104,7 @@ class RewardWatch:
         if self._max_kl is None:
             return None
         found = record.get(KL_NAME)
-        if found is None:  # a step of PPO without an answer that counts
+        if found is None:  # a step of PPO whose answers do not count
             return None
         self._num_above = 0 if found <= self._max_kl else self._num_above + 1
         if self._num_above < PATIENCE:
@@ -117,7 +117,7 @@ class RewardWatch:
 
 
 def check_max_kl(max_kl: float | None, kl_coef: float) -> None:
-    """Refuse a limit that nothing is held to.
+    """Check the limit of the divergence.
 
     Raises:
         ValueError: `max_kl` is not above 0, or is given and `kl_coef` is 0.
@@ -129,12 +129,12 @@ def check_max_kl(max_kl: float | None, kl_coef: float) -> None:
     if kl_coef == 0.0:
         raise ValueError(
             f"max_kl={max_kl} and kl_coef=0: it limits the divergence from a reference, and there is one "
-            "with a kl_coef above 0 only; a small one will do"
+            "with a kl_coef above 0 only; a small one is enough"
         )
 
 
 def check_samples(every: int | None, folder: str | Path | None) -> None:
-    """Refuse samples that cannot be written.
+    """Check the options of samples.
 
     Raises:
         ValueError: `every` is below 1, or is given without a `folder`.
@@ -146,7 +146,7 @@ def check_samples(every: int | None, folder: str | Path | None) -> None:
 
 
 class AnswerSample(NamedTuple):
-    """Answers to a prompt that are written down.
+    """Sampled answers to a prompt.
 
     Attributes:
         prompt: The text of the prompt.
@@ -160,13 +160,13 @@ class AnswerSample(NamedTuple):
 
 
 class SampleLog:
-    """Prompts with their answers and rewards, of every few steps, in `samples.jsonl`.
+    """Log of prompts with their answers and rewards, every few steps, in `samples.jsonl`.
 
     Args:
-        folder: Where that is; None: nowhere.
-        every: Of how many steps one is written down; None: of none.
-        first: Steps that were done before.
-        writes: Whether this rank does so.
+        folder: Folder of the file; None for no log.
+        every: Interval in steps; None for no log.
+        first: Number of steps before this run.
+        writes: Whether this rank writes.
     """
 
     def __init__(self, folder: str | Path | None, *, every: int | None, first: int, writes: bool) -> None:
@@ -175,12 +175,12 @@ class SampleLog:
             self._file = StepLines(Path(folder, "samples.jsonl"), first=first)
 
     def add(self, samples: Callable[[], Sequence[AnswerSample]], *, done: int, steps: int) -> None:
-        """Write samples down if their turn has come.
+        """Write samples if they are due.
 
         Args:
-            samples: Returns them.
-            done: Steps that were done before.
-            steps: How many steps are made of these answers.
+            samples: Returns the samples.
+            done: Number of completed steps.
+            steps: Number of steps on these answers.
         """
         if self._file is None or self._every is None or (done + steps) // self._every == done // self._every:
             return

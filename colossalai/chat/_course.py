@@ -1,4 +1,4 @@
-"""Course of a training run: how long and how a model is trained, and what is written down of it."""
+"""Course of a training run: its length, optimization and records."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,17 +16,17 @@ class LearningRateScheduler(Protocol):
     """A learning rate scheduler of torch."""
 
     def step(self) -> None:
-        """Go on by a step of the optimizer."""
+        """Advance by a step of the optimizer."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where it is."""
+        """Return the state."""
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from somewhere."""
+        """Restore the state."""
 
 
 class CourseOptions(TypedDict, total=False):
-    """What every `fit` takes by these names: the attributes of `Course`."""
+    """Keyword arguments of every `fit`: the attributes of `Course`."""
 
     steps: int | None
     epochs: int | None
@@ -46,23 +46,23 @@ class CourseOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """How long and how a model is trained, and what is written down of it.
+    """Length, optimization and records of a training run.
 
     Attributes:
-        steps: Number of steps of the optimizer; None: so many as `epochs` have.
-        epochs: Number of passes over the data; None: so many as `steps` need.
-        batch_size: Rows of a batch of one data-parallel rank.
-        accumulation: Number of batches that make one step; fewer where an epoch ends.
-        max_norm: Gradients of a larger norm, over all parameters, are scaled down to it; None: none are.
-        lr_scheduler: Of the optimizer; it steps after each of its steps.
-        seed: Of the order of the rows.
-        log: A folder for `steps.jsonl`, a line for each step, and `steps.png`; None: nothing is written.
-        loggers: Further places for the records, as `colossalai.trainer.TensorboardLogger(folder)`: rank 0
-            hands them over.
-        save: A folder for training states; None: none is saved.
-        save_every: Number of steps between training states; None: only the last one is saved.
-        resume: A folder of training states to go on from, if it has one.
-        shows_progress: Whether rank 0 shows a bar.
+        steps: Number of optimizer steps. Default: those of `epochs`.
+        epochs: Number of passes over the data. Default: those of `steps`.
+        batch_size: Number of rows of a batch on one data-parallel rank.
+        accumulation: Number of batches of a step; fewer at the end of an epoch.
+        max_norm: Maximum norm of the gradients over all parameters; None for no clipping.
+        lr_scheduler: Learning rate scheduler, advanced after each step.
+        seed: Seed of the order of the rows.
+        log: A folder for `steps.jsonl`, with a line for each step, and `steps.png`; None for no files.
+        loggers: Further loggers of the records, such as `colossalai.trainer.TensorboardLogger(folder)`,
+            called on rank 0.
+        save: A folder for training states; None to save none.
+        save_every: Number of steps between training states; None to save only the last one.
+        resume: A folder of training states to resume from, if it has one.
+        shows_progress: Whether rank 0 shows a progress bar.
         on_step: Called on every rank after each step, with its record.
 
     Raises:
@@ -103,7 +103,7 @@ class Course:
             raise ValueError(f"save_every={self.save_every} without a folder: give save=... too")
 
     def num_steps(self, batches: int, steps_a_window: int) -> int:
-        """Return how many steps there are, if an epoch has so many batches."""
+        """Return the number of steps for an epoch of `batches` batches."""
         if self.steps is not None:
             return self.steps
         assert self.epochs is not None
@@ -111,11 +111,11 @@ class Course:
 
 
 def course_of(options: CourseOptions, *, batch_size: int = 4) -> Course:
-    """Return a course from the keywords of a `fit`.
+    """Return the course of the keyword arguments of a `fit`.
 
     Raises:
-        TypeError: `options` has a name that no course has.
-        ValueError: A value is out of its range.
+        TypeError: `options` has a name that is not an attribute of `Course`.
+        ValueError: A value is out of range.
     """
     given: dict[str, Any] = {"batch_size": batch_size, **options}
     return names_arguments(Course)(**given)

@@ -1,8 +1,8 @@
-"""The loop of all methods that train on texts: boost, batches, steps, records, training states.
+"""Training loop of all text methods: boost, batches, steps, records, training states.
 
-A batch is (data, labels): `data` are the arguments of the model's forward, `labels` what the loss needs
-beside its output. A loss is a pair (sum, count), so that a step is that of the mean over all tokens, or all
-pairs, of all ranks, microbatches and accumulated batches, however unevenly they have them.
+A batch is (data, labels): `data` are the arguments of the model's forward, `labels` the further inputs of the
+loss. A loss is a pair (sum, count): a step uses the mean over all tokens, or all pairs, of all ranks,
+microbatches and accumulated batches, also when these differ in size.
 """
 
 import time
@@ -31,18 +31,18 @@ from colossalai.tensor import evaluation_mode
 
 Batch = tuple[dict[str, Any], dict[str, Any]]
 TRAINING_RATE = "tokens_per_second_training"
-"""Tokens of the texts that a step learns from, of all ranks; of a task that measures it."""
+"""Tokens trained on per second over all ranks; for tasks that measure it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FitResult:
-    """What training gave.
+    """Result of training.
 
     Attributes:
         model: The boosted model.
         optimizer: Its boosted optimizer.
-        records: For each step made here, its number, seconds, loss and whatever the method measures: means
-            over all ranks.
+        records: For each step of this run its number, seconds, loss and the metrics of the method: means over
+            all ranks.
     """
 
     model: ModelWrapper
@@ -54,11 +54,11 @@ class Criterion(Protocol):
     """The loss of a method."""
 
     def __call__(self, output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return a sum and what it is to be divided by."""
+        """Return a sum and its divisor."""
 
 
 class Rows(Protocol):
-    """What torch takes for a dataset with a length."""
+    """A dataset of torch with a length."""
 
     def __len__(self) -> int: ...
 
@@ -67,19 +67,19 @@ class Rows(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
-    """What is learned.
+    """A training task.
 
     Attributes:
-        rows: What is learned from.
-        collate: Makes a batch of some rows. Among its labels is "counts": for each row of the batch whether
-            it counts, all true; the criterion leaves out what does not.
+        rows: The dataset.
+        collate: Makes a batch of rows. Its labels have the entry "counts": for each row whether it counts,
+            all True; the criterion ignores rows that do not.
         criterion: The loss.
-        measures: What the criterion adds to.
-        measured: Under which names.
-        group: How many rows of a batch belong together: 2 for pairs.
-        goes_through: Whether batches as they are read go through the model; else the method makes others.
-        watch: Sees the record of each step, on every rank; what it returns ends the run on all of them, so it
-            looks at nothing but what is the same there.
+        measures: Metrics, to which the criterion adds.
+        measured: Names of the metrics.
+        group: Number of consecutive rows of a batch that belong together: 2 for pairs.
+        goes_through: Whether the model runs on the batches as they are read; else the method makes others.
+        watch: Called with the record of each step on every rank. A returned error ends the run on all of
+            them, so it must depend only on values that are the same on all ranks.
     """
 
     rows: Rows
@@ -93,23 +93,23 @@ class Task:
 
 
 class FitLoop:
-    """The steps of a run: who uses it makes a step, or several, of each of its `windows`; every rank does so.
+    """Steps of a run: the caller makes one or several of each of its `windows`; collective.
 
-    It is a context: loggers are open in it.
+    A context manager: loggers are open inside it.
 
     Args:
         model: The boosted model.
         optimizer: Its boosted optimizer.
         booster: The parallel methods.
-        task: What is learned.
-        course: How long.
-        steps_a_window: How many steps are made of the batches of one.
-        companions: Further models that are trained beside it, with their optimizers, by the names of the
-            folders that they are saved in, in that of the training states.
+        task: The task.
+        course: The course.
+        steps_a_window: Number of steps on the batches of one window.
+        companions: Further trained models with their optimizers, by the names of their folders inside the
+            folder of training states.
 
     Attributes:
-        done: Steps that have been made, those before a resumption included.
-        total: Steps that there will be.
+        done: Number of completed steps, including those before a resumption.
+        total: Total number of steps.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class FitLoop:
             for name, (other, own) in companions.items() if resumed is not None else ():
                 booster.load(Path(course.resume, name, step_folder(self.done)), other, own)
         self._saved = self.done
-        self._advance: Callable[[], None] = lambda: None  # the bar's, while there is one
+        self._advance: Callable[[], None] = lambda: None  # replaced by the progress bar while it is open
         writes = booster.mesh.rank == 0
         self._log = RunLog(
             course.log if writes else None,
@@ -152,7 +152,7 @@ class FitLoop:
         self._log.__exit__(*error)
 
     def windows(self) -> Iterator[list[Batch]]:
-        """Yield batches as they are read, as many at a time as are accumulated, until all steps are made."""
+        """Yield the batches of each step, as many as are accumulated, until all steps are made."""
         self._model.train()
         with self._log.progress(self.total, self.done) as self._advance:
             windows = _windows(self._loader, self._course.accumulation, self._task, self._booster)
@@ -161,9 +161,10 @@ class FitLoop:
         self._log.end()
 
     def may_read_on(self, steps: int) -> bool:
-        """Return whether the next window may be read before so many steps are made of this one.
+        """Return whether the next window may be read before `steps` steps on this one.
 
-        Not so where a training state is saved in between, which knows what was read, or nothing is left.
+        False if a training state, with the position in the data, is saved in between, or if no steps are
+        left.
         """
         after = self.done + steps
         saves = self._course.save is not None
@@ -174,15 +175,15 @@ class FitLoop:
     def step(
         self, window: Sequence[Batch], *, more: Record = MappingProxyType({}), saves: bool = True
     ) -> None:
-        """Learn from some batches at once.
+        """Make a step on several batches.
 
         Args:
             window: The batches.
-            more: What else is to be written down of this step.
-            saves: Whether what was read is used up, so that a training state can go on behind it.
+            more: Further entries of the step's record.
+            saves: Whether the batches are used up, so that a training state can be saved after this step.
 
         Raises:
-            Exception: The task's `watch` has returned one; records and a training state are written before.
+            Exception: The task's `watch` has returned one; records and a training state are written first.
         """
         started, course, task = time.monotonic(), self._course, self._task
         loss = step_of(
@@ -206,7 +207,7 @@ class FitLoop:
         is_time = self.done >= self.total or self.done - self._saved >= (course.save_every or self.total)
         if course.save is not None and ((is_time and saves) or problem is not None):
             self._saved = self.done
-            for name, (other, own) in self._companions.items():  # before the one that says what is complete
+            for name, (other, own) in self._companions.items():  # first: the main state marks completeness
                 self._booster.save(Path(course.save, name), other, own, step=self.done)
             self._booster.save(
                 course.save, self._model, self._optimizer, course.lr_scheduler, self._loader, step=self.done
@@ -219,14 +220,14 @@ class FitLoop:
             raise problem
 
     def result(self) -> FitResult:
-        """Return what came of it."""
+        """Return the result of the run."""
         return FitResult(model=self._model, optimizer=self._optimizer, records=tuple(self._log.records))
 
 
 def train(
     model: ModelWrapper, optimizer: OptimizerWrapper, *, booster: Booster, task: Task, course: Course
 ) -> FitResult:
-    """Train a boosted model on batches as they are read; every rank calls it."""
+    """Train a boosted model on batches as they are read; collective."""
     with FitLoop(model, optimizer, booster=booster, task=task, course=course) as loop:
         for window in loop.windows():
             loop.step(window)
@@ -234,7 +235,7 @@ def train(
 
 
 def look(model: ModelWrapper, *, booster: Booster, task: Task, batch_size: int) -> Record:
-    """Run all rows through a boosted model without learning; return the mean loss and what is measured."""
+    """Run all rows through a boosted model without training; return the mean loss and the metrics."""
     loader = _loader(booster, task, batch_size, seed=None)
 
     def criterion(output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -252,10 +253,10 @@ def look(model: ModelWrapper, *, booster: Booster, task: Task, batch_size: int) 
 
 
 def boost(booster: Booster, model: nn.Module, optimizer: Optimizer) -> tuple[ModelWrapper, OptimizerWrapper]:
-    """Return model and optimizer with the methods built in, if they have not been.
+    """Boost a model and its optimizer, unless they have been boosted.
 
     Raises:
-        ValueError: Only one of `model` and `optimizer` has been boosted, or `booster` accumulates by itself.
+        ValueError: Only one of `model` and `optimizer` has been boosted, or `booster` accumulates gradients.
     """
     if booster.gradient_accumulation > 1:
         raise ValueError(
@@ -273,7 +274,7 @@ def boost(booster: Booster, model: nn.Module, optimizer: Optimizer) -> tuple[Mod
 
 
 def boost_for_looking(booster: Booster, model: nn.Module) -> ModelWrapper:
-    """Return a model with the methods built in, if they have not been, that is not trained."""
+    """Boost a model for evaluation, unless it has been boosted."""
     if isinstance(model, ModelWrapper):
         return model
     wrapped, *_ = booster.boost(model)
@@ -284,12 +285,12 @@ def boost_for_looking(booster: Booster, model: nn.Module) -> ModelWrapper:
 def forward_only(
     model: nn.Module, data: Mapping[str, Any], read: Callable[[Any], Tensor], *, booster: Booster
 ) -> Tensor:
-    """Return what is read off the output of a model in evaluation mode; all its ranks call it and know.
+    """Run a model in evaluation mode and return numbers read from its output; collective over its ranks.
 
     Args:
         model: A model, boosted or not.
         data: Arguments of its forward, a batch.
-        read: Takes the output, and returns a number for each token but the first, (batch, length - 1).
+        read: Maps the output to one number per token but the first, (batch, length - 1).
         booster: Its parallel methods.
     """
     with evaluation_mode(model):
@@ -301,25 +302,25 @@ def forward_only(
             found = torch.zeros(data["input_ids"][:, 1:].shape, dtype=wide, device=booster.device)
             if output is not None:
                 found += read(output)
-            all_reduce_in_place(found, ParallelMode.PIPELINE)  # of the last stage, and zeros of the others
+            all_reduce_in_place(found, ParallelMode.PIPELINE)  # values of the last stage, zeros of the others
         else:
             found = read(model(**data))
     return found
 
 
 def all_known(found: Mapping[int, Sequence[float]], size: int, booster: Booster) -> list[list[float]]:
-    """Return numbers of all rows, of which each rank knows some; every rank calls it.
+    """Combine numbers of rows that different ranks have computed; collective.
 
     Args:
-        found: For rows that this rank knows, two numbers.
-        size: How many rows there are.
-        booster: Where ranks reduce.
+        found: Two numbers for each row of this rank.
+        size: Number of all rows.
+        booster: The booster with the ranks.
     """
     table = torch.zeros(size, 3, dtype=torch.float64)
     for number, values in found.items():
         table[number] = torch.tensor([1.0, *values], dtype=torch.float64)
     total = table.to(booster.device)
-    all_reduce_in_place(total, ParallelMode.GLOBAL)  # (row, 3): tensor-parallel ranks know the same rows
+    all_reduce_in_place(total, ParallelMode.GLOBAL)  # (row, 3): tensor-parallel ranks add the same rows
     means: list[list[float]] = (total[:, 1:] / total[:, :1]).tolist()
     return means
 
@@ -333,11 +334,11 @@ def step_of(
     criterion: Criterion,
     max_norm: float | None = None,
 ) -> float:
-    """Learn from some batches; return the mean loss of all ranks."""
+    """Make a step on several batches; return the mean loss over all ranks."""
     optimizer.zero_grad()
-    # Losses are pairs: nothing is divided here, the optimizer takes the mean over all counts.
+    # Losses are pairs: the optimizer divides by the sum of all counts.
     for number, (data, labels) in enumerate(window):
-        is_last = number == len(window) - 1  # gradients are exchanged once
+        is_last = number == len(window) - 1  # synchronize gradients in the last backward only
         with nullcontext() if is_last else booster.no_sync(model):
             if model.pipeline is not None:
                 booster.execute_pipeline(iter([(data, labels)]), model, criterion, optimizer)
@@ -352,14 +353,15 @@ def step_of(
 
 
 def _num_tokens(window: Sequence[Batch]) -> float:
-    """Return how many tokens the rows of this rank have that count."""
+    """Return the number of tokens in this rank's rows that count."""
     return sum(float(data["attention_mask"].sum(1) @ labels["counts"].long()) for data, labels in window)
 
 
 def _loader(booster: Booster, task: Task, batch_size: int, *, seed: int | None) -> DataParallelLoader:
-    """Return a loader of this rank's rows, in an order of the seed; None: as they are.
+    """Return a loader of this rank's rows, shuffled by the seed; None for the given order.
 
-    Of a pipeline all batches have as many rows, so that microbatches are alike and pairs stay together.
+    With a pipeline all batches have the same number of rows, so that microbatches are equal and pairs stay
+    together.
     """
     if booster.plan.pipeline is None or not task.goes_through:
         collate = task.collate
@@ -387,22 +389,22 @@ def _loader(booster: Booster, task: Task, batch_size: int, *, seed: int | None) 
 
 
 def _batches(loader: DataParallelLoader, task: Task, booster: Booster) -> Iterator[Batch]:
-    """Yield the batches of a pass.
+    """Yield the batches of one epoch.
 
-    Where the rows do not divide by the replicas, some stand in for missing ones at the end of a pass, so that
-    all replicas take part: they do not count.
+    If the number of rows is not a multiple of the replicas, padding rows, which do not count, make all
+    replicas take part in the last batch.
     """
     replicas, replica = booster.mesh.axis_size("dp"), booster.mesh.axis_rank("dp")
     for data, labels in loader:
-        in_hand = loader.in_hand  # asked before the next batch is read: after the last one it is of the pass
+        in_hand = loader.in_hand  # read before the loader replaces it for the next batch
         assert in_hand is not None, "the rows have a number, and a batch has been handed out"
-        own = (in_hand.of_all - replica + replicas - 1) // replicas  # rows are dealt out like cards
+        own = (in_hand.of_all - replica + replicas - 1) // replicas  # rows are assigned round-robin
         labels["counts"][own * task.group :] = False
         yield data, labels
 
 
 def _windows(loader: DataParallelLoader, size: int, task: Task, booster: Booster) -> Iterator[list[Batch]]:
-    """Yield the batches of each step, pass after pass; the last window of a pass may be shorter."""
+    """Yield the batches of each step, epoch after epoch; the last window of an epoch may be shorter."""
     while True:
         batches = _batches(loader, task, booster)
         while window := list(islice(batches, size)):

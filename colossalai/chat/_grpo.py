@@ -1,10 +1,10 @@
 """Group relative policy optimization (2402.03300): a model learns from rewards of its own answers.
 
-Each prompt gets a group of answers, drawn from the model as it is; an answer that has a higher reward than
-its group becomes more likely, one with a lower reward less. There is no critic.
+Each prompt gets a group of answers, drawn from the current model. An answer with a higher reward than the
+group's mean becomes more likely, one with a lower reward less likely. There is no critic.
 
-The rows of a batch are prompts. They become answers and rewards (`_answers.py`), advantages, and batches of
-texts that the common loop (`_fit.py`) trains on.
+The rows of a batch are prompts. They are turned into answers and rewards (`_answers.py`), advantages, and
+batches of texts for the common loop (`_fit.py`).
 """
 
 import math
@@ -34,27 +34,28 @@ from colossalai.runtime import ModelWrapper
 
 @dataclass(frozen=True, kw_only=True)
 class GRPO:
-    """Group relative policy optimization, and its relatives.
+    """Group relative policy optimization and its variants.
 
     Attributes:
-        reward: A function of the prompt and an answer as texts, and the row that the prompt is from: how good
-            the answer is, a higher number is better. Or a reward model of the same tokens, or a
-            `ModelReward`, `TimedReward` or `RewardSum`.
+        reward: A function of the prompt, an answer and the prompt's row that returns the reward, higher for
+            better answers. Or a reward model of the same tokens, or a `ModelReward`, `TimedReward` or
+            `RewardSum`.
         group_size: Number of answers to a prompt.
-        max_length: Most tokens of a prompt; what is longer loses its begin.
-        iterations: Number of steps that are made of the same answers.
-        epsilon: How far the probability of a token may fall before it has no gradient.
-        epsilon_high: How far it may rise; None: as far. DAPO (2503.14476) takes 0.28.
-        level: Whose ratio that is: of a "token", or of the "sequence" (GSPO, 2507.18071).
-        normalize: What a mean is over: "batch" (all tokens: DAPO), "sequence" (tokens of an answer, then
-            answers: 2402.03300), "constant" (the longest answer there may be: Dr. GRPO, 2503.20783).
-        scale: What advantages are divided by: the deviation of the "group", or "none" (Dr. GRPO).
-        kl_coef: Holds the model to a reference, which `fit` is given then.
-        max_kl: Largest divergence from the reference, the mean of k3 over the tokens of a step; 10 steps in a
-            row above it end the run. None: any.
+        max_length: Maximum number of tokens of a prompt; longer ones are truncated at the beginning.
+        iterations: Number of steps on the same answers.
+        epsilon: Lower clip of the ratio: tokens below 1 - epsilon get no gradient.
+        epsilon_high: Upper clip of the ratio. Default: `epsilon`. DAPO (2503.14476) uses 0.28.
+        level: Level of the ratio: "token", or "sequence" (GSPO, 2507.18071).
+        normalize: Mean of the loss: "batch" (over all tokens: DAPO), "sequence" (over the tokens of an
+            answer, then over answers: 2402.03300), "constant" (over the maximum length: Dr. GRPO,
+            2503.20783).
+        scale: Divisor of advantages: the deviation of the "group", or "none" (Dr. GRPO).
+        kl_coef: Coefficient of the divergence from a reference, an argument of `fit`.
+        max_kl: Largest divergence from the reference, the mean of k3 over the tokens of a step; 10
+            consecutive steps above it end the run. None for no limit.
 
     Raises:
-        ValueError: An attribute is out of its range.
+        ValueError: An attribute is out of range.
     """
 
     reward: Reward
@@ -99,32 +100,32 @@ class GRPO:
         samples_every: int | None = None,
         **course: Unpack[CourseOptions],
     ) -> FitResult:
-        """Train a model; every rank calls it.
+        """Train a model; collective.
 
         Args:
-            model: The model, as it is or boosted together with `optimizer`; under any methods.
+            model: The model, as it is or boosted together with `optimizer`; with any parallel methods.
             optimizer: Its optimizer.
             booster: The parallel methods.
-            data: Prompts: rows of stage "prompts", whose further keys the reward function gets.
-            tokenizer: That of the model.
-            sampling: How answers are drawn; `n`, `seed` and `logprobs` are set here. Default: temperature 1
-                and up to 64 tokens. The model is trained as it is at that temperature.
-            reference: What `kl_coef` holds the model to: a model of its own, which is not changed. None with
-                a model of adapters: that model without them.
-            rows_at_once: Most answers that a forward and backward computes.
-            tokens_at_once: Most tokens that it computes, of prompts and answers with their padding, so that
-                there are more short answers in a batch than long ones. None: any number.
-            rollouts: Where and when answers are drawn.
-            samples_every: Of every so many steps some prompts, answers and rewards of rank 0 are written to
+            data: Prompts: rows of stage "prompts", with further keys for the reward function.
+            tokenizer: The tokenizer of the model.
+            sampling: Sampling parameters; `n`, `seed` and `logprobs` are set here. Default: temperature 1 and
+                up to 64 tokens. The model is trained at that temperature.
+            reference: The reference of `kl_coef`: a separate model, which is not changed. None with a model
+                with
+                adapters: that model without them.
+            rows_at_once: Maximum number of answers in a forward and backward.
+            tokens_at_once: Maximum number of tokens in a forward and backward, with padding, so that batches
+                of short answers have more of them. None for no limit.
+            rollouts: Placement and schedule of the rollouts.
+            samples_every: Interval in steps at which rank 0 writes some prompts, answers and rewards to
                 `samples.jsonl` in the folder `log`.
-            course: How long and how, and what is written down: the attributes of `Course`, of which
-                `steps` or `epochs` has to be given.
+            course: Length, optimization and records: the attributes of `Course`, with `steps` or `epochs`.
 
         Raises:
-            ValueError: `data` is of another stage, `reference` and `kl_coef` do not go together, or a number
-                is out of range.
-            PolicyDriftError: The model has been further than `max_kl` from the reference for 10 steps; its
-                records and, with `save`, its training state are written before.
+            ValueError: `data` is of another stage, `reference` and `kl_coef` do not agree, or a number is out
+                of range.
+            PolicyDriftError: The divergence from the reference was above `max_kl` for 10 steps; records and,
+                with `save`, a training state are written first.
             RewardError: `reward` failed on some rank.
         """
         run = RewardRun(
@@ -150,8 +151,8 @@ class GRPO:
             for answers in run.windows(loop, steps=self.iterations):
                 batches = groups.batches(answers, run.model, reference)
                 generating = run.time_so_far()
-                # A training state knows which prompts were read, and not what was made of them: it is written
-                # after the last step of a window, or when the run ends.
+                # A training state has the position in the prompts, but not their answers: it is saved after
+                # the last step of a window, or at the end of the run.
                 for number in range(min(self.iterations, loop.total - loop.done)):
                     is_last = number == self.iterations - 1 or loop.done == loop.total - 1
                     groups.is_first = number == 0
@@ -186,16 +187,16 @@ class GRPO:
 
 
 _OF_GROUPS = ("reward_spread", "groups_alike")
-"""What is written down beside: the deviation of rewards within a group, and groups of equal rewards."""
+"""Further metrics: deviation of rewards within a group, and share of groups with equal rewards."""
 
 
 class _AnswerGroups:
-    """What GRPO makes of answers.
+    """Batches and loss of GRPO.
 
     Args:
         method: The options.
-        answerer: What answers.
-        most_tokens: Of an answer.
+        answerer: Source of the answers.
+        most_tokens: Maximum number of tokens of an answer.
 
     Attributes:
         is_first: Whether the next step is the first one of its answers.
@@ -217,14 +218,14 @@ class _AnswerGroups:
         for data, labels in found:
             if (
                 method.iterations > 1 and "old_logp" not in labels
-            ):  # in the first step the model is the one that drew the answers
+            ):  # in the first step the current model has drawn the answers
                 labels["old_logp"] = self._answerer.logprobs(model, data)
             if method.kl_coef > 0.0:
                 labels["ref_logp"] = self._answerer.reference_logprobs(model, reference, data)
         return found
 
     def criterion(self, output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of answers, and what it is divided by."""
+        """Return the sum of the losses of answers, and its divisor."""
         logits, mask = self._answerer.tempered(output), answer_mask(labels)
         logp = losses.token_logprobs(logits, labels["input_ids"][:, 1:])
         old_logp = labels.get("old_logp", logp.detach())
@@ -243,7 +244,7 @@ class _AnswerGroups:
         return loss, mask.sum() if self._method.normalize == "batch" else labels["counts"].sum()
 
     def _measure(self, rewards: Tensor, counts: Sequence[bool]) -> None:
-        """Note what groups are like, (prompts, group); stand-ins are left out."""
+        """Record metrics of the groups, (prompts, group), without padding ones."""
         kept = rewards[torch.tensor(counts)]
         self._answerer.measures.add(
             float(len(kept)),

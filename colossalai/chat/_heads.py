@@ -1,9 +1,9 @@
-"""A value head on a causal language model: reward models and critics.
+"""Value head on a causal language model: reward models and critics.
 
-A reward model is a language model whose vocabulary head is replaced by one linear layer with one output, read
-at the last token of a text (Stiennon et al., 2009.01325, whose initial standard deviation of 1 / sqrt(d + 1)
-is kept). The names of its parameters are those of the `*ForSequenceClassification` of transformers with one
-label, so that a saved one opens there and one of theirs opens here.
+A reward model is a language model whose language model head is replaced by one linear layer with one output,
+read at the last token of a text (Stiennon et al., 2009.01325, with their initial standard deviation of
+1 / sqrt(d + 1)). Its parameters have the names of transformers' `*ForSequenceClassification` with one label,
+so saved models can be exchanged in both directions.
 """
 
 import copy
@@ -17,20 +17,20 @@ from colossalai.pipeline import ModelStage
 from colossalai.runtime import ModelWrapper
 
 CLASSIFIER = "ForSequenceClassification"
-"""What transformers calls a model with a head of labels, behind the name of its family."""
+"""Suffix of transformers' class names for models with a classification head."""
 
 
 class ValueModel(nn.Module):
-    """A language model that gives a number for each token.
+    """A language model with one output per token.
 
     Args:
         trunk: The model without a head: it returns hidden states, (batch, length, hidden).
-        trunk_name: The attribute that holds it: `base_model_prefix` of its class.
-        config: That of the model, with one label.
-        width: Features of a hidden state; None: `hidden_size` of the config.
+        trunk_name: Name of its attribute here: `base_model_prefix` of its class.
+        config: The config of the model, with one label.
+        width: Number of features of a hidden state. Default: `hidden_size` of the config.
     """
 
-    main_input_name = "input_ids"  # as transformers' models say it: whoever makes a sample run asks for it
+    main_input_name = "input_ids"  # attribute of transformers' models, for code that builds sample inputs
 
     def __init__(self, trunk: nn.Module, *, trunk_name: str, config: Any, width: int | None = None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class ValueModel(nn.Module):
 
         Args:
             input_ids: (batch, length).
-            attention_mask: (batch, length), 0 where a row is filled up.
+            attention_mask: (batch, length), 0 for padding.
 
         Returns:
             (batch, length).
@@ -59,25 +59,25 @@ class ValueModel(nn.Module):
 
 
 def with_value_head(model: nn.Module) -> ValueModel:
-    """Return a reward model or critic that has the layers of a causal language model.
+    """Return a reward model or critic with the layers of a causal language model.
 
-    The layers are those of `model`, not copies: both share their parameters. Give it a copy if it is to go on
-    by itself.
+    The layers are those of `model`, not copies: both share their parameters. Pass a copy to train them
+    separately.
 
     Args:
         model: A causal language model of transformers.
 
     Raises:
-        ValueError: `model` has no `base_model_prefix` or no `hidden_size` in its config, so is none of
-            transformers; or it has a head of labels, has adapters, or has been boosted.
+        ValueError: `model` has no `base_model_prefix`, or no `hidden_size` in its config, so it is not of
+            transformers; or it has a classification head, has adapters, or has been boosted.
     """
     family = type(model).__name__
     if isinstance(model, ModelWrapper):
         raise ValueError(f"{family} has been boosted: put a value head on the model before that")
     if has_adapters(model):
         raise ValueError(
-            f"{family} has adapters: put the value head on the model that they are for, and adapters on what "
-            "comes of it, with modules_to_save=['score']; or merge them before"
+            f"{family} has adapters: put the value head on the base model, and adapters on the result, with "
+            "modules_to_save=['score']; or merge them before"
         )
     if family.endswith(CLASSIFIER):
         raise ValueError(f"{family} has a head of labels: one with one label opens by load_reward_model")
@@ -85,8 +85,8 @@ def with_value_head(model: nn.Module) -> ValueModel:
     config: Any = getattr(model, "config", None)
     if not name or not hasattr(model, name) or not hasattr(config, "hidden_size"):
         raise ValueError(
-            f"{family} is no causal language model of transformers: a value head is put on "
-            "what its base_model_prefix names, for a hidden_size that its config has"
+            f"{family} is not a causal language model of transformers: a value head needs the base model of "
+            "its base_model_prefix, and a hidden_size in its config"
         )
     config = copy.deepcopy(config)
     config.num_labels = 1
@@ -99,17 +99,17 @@ def with_value_head(model: nn.Module) -> ValueModel:
 
 
 def has_value_head(model: nn.Module) -> bool:
-    """Return whether a model is one of `with_value_head`, as it is, boosted, in stages or with adapters."""
+    """Return whether a model is one of `with_value_head`, also boosted, in stages or with adapters."""
     parts = (part.model if isinstance(part, ModelStage) else part for part in model.modules())
     return any(isinstance(part, ValueModel) for part in parts)
 
 
 def last_values(values: Tensor, attention_mask: Tensor) -> Tensor:
-    """Return of each row the value at its last token.
+    """Return the value at the last token of each row.
 
     Args:
         values: (batch, length).
-        attention_mask: (batch, length), 1 where there is a token; rows are filled up on the right.
+        attention_mask: (batch, length), 1 for tokens; rows are padded on the right.
 
     Returns:
         (batch,).

@@ -1,9 +1,9 @@
-"""Memory of a run, told before its first step: what each model takes of a rank, and whether there is so much.
+"""Memory of a run, estimated before its first step: the use of each model on a rank, and the free memory.
 
-Parameters and masters are there when models are boosted, and the copy of a rollout engine is; gradients and
-optimizer states come with the first step, and on a CPU the cache of the engine comes with the first answers.
-What is to come is compared with what is free. The formulas are those of `colossalai memory --rlhf`, with the
-element sizes and the optimizer at hand.
+Parameters and master weights are allocated when models are boosted, like the copy of a rollout engine;
+gradients and optimizer states in the first step, and on a CPU the cache of the engine with the first answers.
+The pending part is compared with the free memory. The formulas are those of `colossalai memory --rlhf`, with
+the actual element sizes and optimizer.
 """
 
 import json
@@ -40,20 +40,20 @@ from colossalai.runtime.memory import (
 )
 
 _STAGES: Mapping[str | None, Literal[0, 1, 2, 3]] = {"ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "Gemini": 3}
-_MOMENTS = 2  # of an optimizer that is not known: those of Adam
+_MOMENTS = 2  # for an unknown optimizer: those of Adam
 _TO_COME = ("gradients", "gradients in float32", "optimizer states")
-_LORA_RANK = 16  # of the adapters that are proposed
+_LORA_RANK = 16  # of the proposed adapters
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryNote:
-    """What a rank takes, in bytes.
+    """Memory of a rank, in bytes.
 
     Attributes:
-        models: By model and kind: parameters, gradients, masters, optimizer states, keys and values.
-        num_bytes: All of it.
-        to_come: What is not there before the first step.
-        free: What this rank may still take.
+        models: By model and kind: parameters, gradients, master weights, optimizer states, keys and values.
+        num_bytes: Total.
+        to_come: Memory that is allocated in the first step.
+        free: Memory that this rank can still allocate.
     """
 
     models: Mapping[str, Mapping[str, int]]
@@ -71,23 +71,23 @@ def tell_memory(
     reward: Reward | None = None,
     engine: RolloutEngine | None = None,
 ) -> None:
-    """Write down what the models of a run take of a rank, and warn if there is less; every rank calls it.
+    """Report the memory of a run's models on a rank, and warn if it is not enough; collective.
 
-    With `course.log` rank 0 writes `memory.json`; with that or a bar it says a line.
+    With `course.log` rank 0 writes `memory.json`; with that or a progress bar it logs a line.
 
     Args:
-        trained: Boosted models with their optimizers, by what they are called.
+        trained: Boosted models with their optimizers, by name.
         booster: Their parallel methods.
-        course: What is written down.
+        course: The course, with the log folder.
         reference: A model that is not trained.
-        reward: A model, or several, or functions, which count nothing.
-        engine: What draws the answers.
+        reward: A model, or several, or functions, which are not counted.
+        engine: The rollout engine.
     """
     fixed = dict(_fixed_models(reference, reward))
     note = note_memory(trained, fixed, booster=booster, engine=engine)
     worst = _worst_rank(note, booster)
     fits = worst.to_come <= worst.free
-    # All ranks look for a plan: what fails there fails on all of them. Nothing is sent behind it.
+    # All ranks search for a plan, so that an error is raised on all of them. No collective follows.
     proposal = None if fits else _plan_that_fits(worst, trained, fixed, booster=booster, engine=engine)
     if booster.mesh.rank != 0:
         return
@@ -130,19 +130,19 @@ def note_memory(
     booster: Booster,
     engine: RolloutEngine | None,
 ) -> MemoryNote:
-    """Return what this rank takes; no other one is asked.
+    """Return the memory of this rank, without communication.
 
     Args:
         trained: Boosted models with their optimizers.
         fixed: Models that are not trained.
         booster: The parallel methods.
-        engine: What draws the answers.
+        engine: The rollout engine.
     """
     models: dict[str, dict[str, int]] = {}
     to_come = 0
     for name, (model, optimizer) in trained.items():
         models[name] = kinds = _held(model, optimizer, booster)
-        is_there = min(_state_bytes(optimizer), kinds.get("optimizer states", 0))  # of an earlier fit
+        is_there = min(_state_bytes(optimizer), kinds.get("optimizer states", 0))  # from an earlier fit
         to_come += sum(kinds.get(kind, 0) for kind in _TO_COME) - is_there
     plan = plan_here(booster)
     for name, other in fixed.items():
@@ -150,7 +150,7 @@ def note_memory(
         models[name] = {"frozen parameters": sum(param.nbytes for param in other.parameters()) // cut}
     if engine is not None:
         models["rollouts"] = {"keys and values": engine.cache_bytes, "frozen parameters": engine.copy_bytes}
-        if booster.device.type == "cpu":  # pages of zeros take memory when they are written to
+        if booster.device.type == "cpu":  # pages are allocated at the first write
             to_come += engine.cache_bytes
     return MemoryNote(
         models=models,
@@ -161,7 +161,7 @@ def note_memory(
 
 
 def plan_here(booster: Booster) -> MemoryPlan:
-    """Return the plan of a booster as the formulas take it."""
+    """Return the plan of a booster in the form of the formulas."""
     plan, mesh = booster.plan, booster.mesh
     axes = mesh.batch_axes
     return MemoryPlan(
@@ -173,10 +173,10 @@ def plan_here(booster: Booster) -> MemoryPlan:
 
 
 def _held(model: ModelWrapper, optimizer: OptimizerWrapper, booster: Booster) -> dict[str, int]:
-    """Return what a rank holds of a model in training, by kinds; its parameters may have several dtypes."""
+    """Return the memory of a model in training on a rank, by kind; its parameters may have several dtypes."""
     plan, found = plan_here(booster), dict[str, int]()
     if plan.zero == 0 and booster.plan.pipeline is not None:
-        plan = replace(plan, dp=1)  # gradients are float32 from the first on, as on one rank
+        plan = replace(plan, dp=1)  # gradients are float32 from the start, as on one rank
     params = list(model.parameters())
     for dtype in {param.dtype for param in params}:
         own = [param for param in params if param.dtype == dtype]
@@ -203,14 +203,14 @@ def _storage(dtype: torch.dtype, optimizer: OptimizerWrapper, *, has_masters: bo
 
 
 def _num_moments(optimizer: OptimizerWrapper) -> int:
-    """Return how many numbers an optimizer keeps for each parameter."""
+    """Return the number of values that an optimizer keeps per parameter element."""
     inner = optimizer.optim
     states = num_states(inner)
     return _MOMENTS if states is None else max(states(group) for group in inner.param_groups)
 
 
 def _state_bytes(optimizer: OptimizerWrapper) -> int:
-    """Return the bytes of the states that are there."""
+    """Return the size of the existing optimizer states in bytes."""
     tensors = (value for state in optimizer.state.values() for value in state.values())
     return sum(
         (value.to_local() if hasattr(value, "to_local") else value).nbytes
@@ -220,7 +220,7 @@ def _state_bytes(optimizer: OptimizerWrapper) -> int:
 
 
 def _fixed_models(reference: nn.Module | None, reward: Reward | None) -> Iterator[tuple[str, nn.Module]]:
-    """Yield what is not trained, each model once."""
+    """Yield the models that are not trained, each once."""
     if reference is not None:
         yield "reference", reference
     for name, part in {} if reward is None else parts_of(reward).items():
@@ -230,7 +230,7 @@ def _fixed_models(reference: nn.Module | None, reward: Reward | None) -> Iterato
 
 
 def _worst_rank(note: MemoryNote, booster: Booster) -> MemoryNote:
-    """Return the numbers of the rank that lacks most; every rank calls it, and finds the same."""
+    """Return the numbers of the rank with the largest deficit, the same on all ranks; collective."""
     mesh = booster.mesh
     table = torch.zeros(mesh.world_size, 3, dtype=torch.float64)
     table[mesh.rank] = torch.tensor([note.num_bytes, note.to_come, note.free], dtype=torch.float64)
@@ -248,7 +248,7 @@ def _plan_that_fits(
     booster: Booster,
     engine: RolloutEngine | None,
 ) -> str | None:
-    """Return the plan on as many ranks that takes what there is; None: there is none."""
+    """Return a plan for the same number of ranks that fits into memory; None if there is none."""
     limit = worst.num_bytes - worst.to_come + worst.free
     raw = {name: model.unwrap() for name, (model, _) in trained.items()}
     config = config_of(next(iter(raw.values())))
@@ -267,12 +267,12 @@ def _plan_that_fits(
     for lora_rank in (0, _LORA_RANK):
         for plan in plans_of(booster.mesh.world_size):
             if plan.offload and on_cpu:
-                continue  # host memory is what there is
+                continue  # the device memory is the host memory
             try:
                 numbers = rlhf_numbers(config, tp=plan.tp, lora_rank=lora_rank)
-            except ValueError:  # ranks that cannot share the layers
+            except ValueError:  # the ranks cannot share the layers
                 continue
-            numbers = replace(numbers, cached_per_token=0)  # the cache is counted as it is
+            numbers = replace(numbers, cached_per_token=0)  # the actual cache is counted instead
             found = rlhf_memory(numbers, replace(setup, has_adapters=lora_rank > 0), plan)
             if found.num_bytes + beside <= limit:
                 adapters = f" with adapters (LoRA) of rank {lora_rank}" if lora_rank else ""

@@ -1,7 +1,7 @@
-"""Methods that learn from texts that are there: supervised fine-tuning, reward models, DPO.
+"""Methods that learn from given texts: supervised fine-tuning, reward models, DPO.
 
-Each is a frozen value: what is to be learned. `fit` trains any model of transformers with it under the
-methods of a booster, `evaluate` measures without learning.
+Each is a frozen value with its options. `fit` trains any model of transformers with the parallel methods of a
+booster, `evaluate` measures without training.
 """
 
 import inspect
@@ -42,10 +42,10 @@ class SFT(TextMethod):
     """Supervised fine-tuning: the cross entropy of completions, the first stage of InstructGPT (2203.02155).
 
     Attributes:
-        max_length: Most tokens of a text.
-        pack: Whether texts are put together into sequences of up to `max_length` tokens, in which none sees
-            another: the loss of a text is what it is alone, and fewer places are filled up. A row of a batch
-            is a sequence then. For models with `sdpa` attention.
+        max_length: Maximum number of tokens of a text.
+        pack: Whether texts are concatenated into sequences of up to `max_length` tokens, with attention
+            within each text: the loss of a text is unchanged, and there is less padding. A row of a batch is
+            then a sequence. For models with `sdpa` attention.
 
     Raises:
         ValueError: `max_length` is below 2.
@@ -81,10 +81,10 @@ class SFT(TextMethod):
 
 
 def _check_packing(model: nn.Module, booster: Booster, max_length: int) -> None:
-    """Refuse models in which a text of a sequence would see another, or be seen otherwise than alone.
+    """Check that texts of a packed sequence do not affect each other in a model.
 
     Raises:
-        ValueError: `model` has another attention than `sdpa`, whose masks are not ours; takes no
+        ValueError: `model` has another attention than `sdpa`, which takes other masks; takes no
             `position_ids`; keeps a state along a sequence; or has a window shorter than `max_length`.
     """
     raw: Any = model.unwrap() if isinstance(model, ModelWrapper) else model
@@ -95,8 +95,8 @@ def _check_packing(model: nn.Module, booster: Booster, max_length: int) -> None:
             f"pack=True and the attention {attention!r} of {family}: masks of packed texts are made for "
             "'sdpa'; load the model with attn_implementation='sdpa', or leave pack out"
         )
-    whole = raw.get_base_model() if hasattr(raw, "get_base_model") else raw  # of adapters
-    is_stage = isinstance(model, ModelWrapper) and model.pipeline is not None  # whose forward takes anything
+    whole = raw.get_base_model() if hasattr(raw, "get_base_model") else raw  # without adapters
+    is_stage = isinstance(model, ModelWrapper) and model.pipeline is not None  # its forward has no signature
     if not is_stage and "position_ids" not in inspect.signature(whole.forward).parameters:
         raise ValueError(
             f"pack=True and {family}, which takes no position_ids: the texts of a sequence would be counted "
@@ -123,12 +123,12 @@ def _check_packing(model: nn.Module, booster: Booster, max_length: int) -> None:
 class RewardModeling(TextMethod):
     """A reward model from comparisons: the second stage of InstructGPT (2203.02155, equation 1).
 
-    The model is one of `with_value_head`. Measured are the loss, the accuracy (how often the chosen text has
-    the higher reward), and the margin (by how much).
+    The model is one of `with_value_head`. Metrics are the loss, the accuracy (share of pairs whose chosen
+    text has the higher reward), and the margin (mean difference of rewards).
 
     Attributes:
-        max_length: Most tokens of a text.
-        disable_dropout: Whether the model is trained without dropout, whatever its config says.
+        max_length: Maximum number of tokens of a text.
+        disable_dropout: Whether to train without dropout, ignoring the model's config.
 
     Raises:
         ValueError: `max_length` is below 2.
@@ -151,8 +151,8 @@ class RewardModeling(TextMethod):
     def _check(self, model: nn.Module, booster: Booster) -> None:
         if not has_value_head(model):
             raise ValueError(
-                f"{type(model).__name__} has no value head, which gives a number for each token: give what "
-                "with_value_head(model) or load_reward_model(folder) returns"
+                f"{type(model).__name__} has no value head with one output per token: give the result of "
+                "with_value_head(model) or load_reward_model(folder)"
             )
 
     def _task(self, encoded: Encoded, tokenizer: Any) -> Task:
@@ -180,16 +180,16 @@ class DPO(TextMethod):
     """Direct preference optimization (2305.18290): a policy learns from comparisons without a reward model.
 
     The reference is the model before its first step: its log-probabilities of all completions are computed
-    then, once, and no second model is kept. `with_reference` does the same for another one, or for data that
-    is to be evaluated later. Measured are the loss, and accuracy and margin of the implied rewards.
+    once at the start, without a second model. `with_reference` does the same for another model, or for data
+    to be evaluated later. Metrics are the loss, and accuracy and margin of the implied rewards.
 
     Attributes:
-        max_length: Most tokens of a text.
-        beta: How strongly the policy is held to the reference.
+        max_length: Maximum number of tokens of a text.
+        beta: Strength of the divergence penalty to the reference.
         kind: "sigmoid", or "ipo" (2310.12036).
-        label_smoothing: The share of comparisons that are taken to be wrong, for "sigmoid".
-        disable_dropout: Whether the model is trained without dropout, whatever its config says: with it the
-            policy differs from the reference, which is computed without, before the first step.
+        label_smoothing: Assumed share of wrong comparisons, for "sigmoid".
+        disable_dropout: Whether to train without dropout, ignoring the model's config. The reference is
+            computed without dropout, so with it the policy differs from the reference before the first step.
 
     Raises:
         ValueError: `max_length` is below 2.
@@ -203,7 +203,7 @@ class DPO(TextMethod):
 
     def __post_init__(self) -> None:
         check_length(self.max_length)
-        nothing = torch.zeros(1)  # the loss knows what its options may be
+        nothing = torch.zeros(1)  # let the loss check its options
         losses.dpo_loss(*[nothing] * 4, beta=self.beta, kind=self.kind, label_smoothing=self.label_smoothing)
 
     @property
@@ -223,18 +223,18 @@ class DPO(TextMethod):
         tokenizer: Any,
         batch_size: int = 8,
     ) -> ReferredData:
-        """Return rows with the log-probabilities that a reference gives them; every rank calls it.
+        """Add the log-probabilities of a reference to rows; collective.
 
         Args:
             data: Rows of comparisons.
             reference: The model, as it is or boosted.
             booster: The parallel methods.
-            tokenizer: That of the model.
-            batch_size: Rows of a batch of one data-parallel rank.
+            tokenizer: The tokenizer of the model.
+            batch_size: Number of rows of a batch on one data-parallel rank.
 
         Raises:
-            ValueError: `data` is of another stage, has nothing to learn from or more than `reference` can
-                read, or the model cannot be built for the methods of `booster`.
+            ValueError: `data` is of another stage, has nothing to learn from or texts longer than the window
+                of `reference`, or the model cannot be built for the methods of `booster`.
         """
         encoded = self.encode(data, tokenizer)
         if isinstance(encoded, ReferredData):
@@ -265,7 +265,7 @@ class DPO(TextMethod):
                 found[number] = (chosen, rejected)
             return logps.sum(), count_of(logps)
 
-        # Rows carry their numbers in the place of log-probabilities.
+        # Rows carry their indices instead of log-probabilities.
         rows = [ReferredPair(pair, number, number) for number, pair in enumerate(encoded.pairs)]
         task = Task(
             rows=rows,
@@ -290,7 +290,7 @@ class DPO(TextMethod):
         if not isinstance(encoded, ReferredData) or encoded.is_mean != (self.kind == "ipo"):
             raise ValueError(
                 f"these rows have no log-probabilities of a reference for kind={self.kind!r}: call "
-                "with_reference(data, model, ...) before the model is trained, and evaluate what it returns"
+                "with_reference(data, model, ...) before the model is trained, and evaluate the result"
             )
         measures = Measures()
 

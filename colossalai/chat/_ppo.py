@@ -1,8 +1,9 @@
 """Proximal policy optimization (1707.06347) of a language model: the third stage of InstructGPT (2203.02155).
 
-A token is an action. The reward of an answer comes with its last token; each token pays for being more likely
-than under a reference. A critic learns what is still to come, and tells which tokens did better than that
-(1506.02438). Texts of pretraining may be learned beside, so that nothing is forgotten (PPO-ptx).
+A token is an action. The reward of an answer comes with its last token, and each token is penalized for a
+higher log-probability than under a reference. A critic estimates the expected future reward, and the
+advantage of a token is relative to it (1506.02438). Pretraining texts can be mixed in against forgetting
+(PPO-ptx).
 """
 
 import math
@@ -37,7 +38,7 @@ from colossalai.communication import all_reduce_in_place
 from colossalai.context import ParallelMode
 from colossalai.inference import SamplingParams
 
-_BATCH_SIZE = 8  # prompts of a batch, as documented
+_BATCH_SIZE = 8  # prompts of a batch, the documented default
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,23 +46,23 @@ class PPO:
     """Proximal policy optimization with a critic.
 
     Attributes:
-        reward: A reward model of the same tokens, or a function of the prompt and an answer as texts, and the
-            row that the prompt is from: how good the answer is. Or a `ModelReward`, `TimedReward` or
+        reward: A reward model of the same tokens, or a function of the prompt, an answer and the prompt's row
+            that returns the reward, higher for better answers. Or a `ModelReward`, `TimedReward` or
             `RewardSum`.
-        max_length: Most tokens of a prompt, and of a text of pretraining.
-        iterations: How often the same answers are learned from.
-        minibatches: Number of steps that the answers are divided into, each time.
-        clip: How far the probability of a token may move before it has no gradient.
-        value_clip: How far a value of the critic may move; math.inf: as far as it likes.
-        gamma: What a reward is worth a token earlier.
-        lam: How far ahead advantages look before they trust the critic (1506.02438).
-        kl_coef: What a token pays for being more likely than under the reference, which `fit` is given.
-        max_kl: Largest divergence from the reference, the mean of k3 over the tokens of a step; 10 steps in a
-            row above it end the run. None: any.
-        ptx_coef: The weight of texts of pretraining, which `fit` is given.
+        max_length: Maximum number of tokens of a prompt, and of a pretraining text.
+        iterations: Number of passes over the same answers.
+        minibatches: Number of steps in each pass.
+        clip: Clip of the ratio: tokens outside 1 - clip and 1 + clip get no gradient.
+        value_clip: Clip of the change of the critic's values; math.inf for none.
+        gamma: Discount factor of rewards per token.
+        lam: Lambda of generalized advantage estimation (1506.02438).
+        kl_coef: Coefficient of the per-token divergence from the reference, an argument of `fit`.
+        max_kl: Largest divergence from the reference, the mean of k3 over the tokens of a step; 10
+            consecutive steps above it end the run. None for no limit.
+        ptx_coef: Weight of the pretraining texts, an argument of `fit`.
 
     Raises:
-        ValueError: An attribute is out of its range.
+        ValueError: An attribute is out of range.
     """
 
     reward: Reward
@@ -86,7 +87,7 @@ class PPO:
             if not 0.0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; it must be a finite number of at least 0")
         check_max_kl(self.max_kl, self.kl_coef)
-        one, mask = torch.zeros(1, 1), torch.ones(1, 1) > 0  # the losses know what their options may be
+        one, mask = torch.zeros(1, 1), torch.ones(1, 1) > 0  # let the losses check their options
         losses.ppo_policy_loss(one, one, one, mask, self.clip)
         losses.value_loss(one, one, one, mask, self.value_clip)
         losses.gae(one, one, mask, self.gamma, self.lam)
@@ -111,38 +112,38 @@ class PPO:
         ptx_batch_size: int = 1,
         **course: Unpack[CourseOptions],
     ) -> FitResult:
-        """Train a model and its critic; every rank calls it.
+        """Train a model and its critic; collective.
 
         Args:
-            model: The policy, as it is or boosted together with `optimizer`; under any methods.
+            model: The policy, as it is or boosted together with `optimizer`; with any parallel methods.
             optimizer: Its optimizer.
-            critic: A model of `with_value_head`, with parameters of its own; it is trained as well.
+            critic: A model of `with_value_head`, with separate parameters; it is trained as well.
             critic_optimizer: Its optimizer.
             booster: The parallel methods.
-            data: Prompts: rows of stage "prompts", whose further keys a reward function gets.
-            tokenizer: That of all models.
-            reference: What `kl_coef` holds the model to: a model of its own, which is not changed. None with
-                a model of adapters: that model without them.
-            pretrain: Texts that are learned beside, rows of stage "sft", for a `ptx_coef` above 0.
-            sampling: How answers are drawn; `n`, `seed` and `logprobs` are set here. Default: temperature 1
-                and up to 64 tokens. The model is trained as it is at that temperature.
-            rows_at_once: Most answers that a forward and backward computes.
-            tokens_at_once: Most tokens that it computes, of prompts and answers with their padding, so that
-                there are more short answers in a batch than long ones. None: any number.
-            samples_every: Of every so many steps some prompts, answers and rewards of rank 0 are written to
+            data: Prompts: rows of stage "prompts", with further keys for a reward function.
+            tokenizer: The tokenizer of all models.
+            reference: The reference of `kl_coef`: a separate model, which is not changed. None with a model
+                with
+                adapters: that model without them.
+            pretrain: Pretraining texts, rows of stage "sft", for a `ptx_coef` above 0.
+            sampling: Sampling parameters; `n`, `seed` and `logprobs` are set here. Default: temperature 1 and
+                up to 64 tokens. The model is trained at that temperature.
+            rows_at_once: Maximum number of answers in a forward and backward.
+            tokens_at_once: Maximum number of tokens in a forward and backward, with padding, so that batches
+                of short answers have more of them. None for no limit.
+            samples_every: Interval in steps at which rank 0 writes some prompts, answers and rewards to
                 `samples.jsonl` in the folder `log`.
-            rollouts: Where and when answers are drawn.
-            ptx_batch_size: Texts of pretraining beside each batch of prompts.
-            course: How long and how, and what is written down: the attributes of `Course`, of which
-                `steps` or `epochs` has to be given.
+            rollouts: Placement and schedule of the rollouts.
+            ptx_batch_size: Number of pretraining texts for each batch of prompts.
+            course: Length, optimization and records: the attributes of `Course`, with `steps` or `epochs`.
 
         Raises:
             ValueError: `data` or `pretrain` is of another stage; `reference` and `kl_coef`, or `pretrain` and
-                `ptx_coef`, do not go together; or a number is out of range.
-            PolicyDriftError: The model has been further than `max_kl` from the reference for 10 steps; its
-                records and, with `save`, its training state are written before.
+                `ptx_coef`, do not agree; or a number is out of range.
+            PolicyDriftError: The divergence from the reference was above `max_kl` for 10 steps; records and,
+                with `save`, a training state are written first.
             RewardError: The reward failed on some rank.
-            FloatingPointError: Values of the critic, or rewards, have led to advantages that are not finite.
+            FloatingPointError: An advantage is not finite, because of the critic's values or the rewards.
         """
         if type(ptx_batch_size) is not int or ptx_batch_size < 1:
             raise ValueError(f"ptx_batch_size={ptx_batch_size!r}: give an integer of at least 1")
@@ -177,7 +178,7 @@ class PPO:
                     part = parts[number % len(parts)]
                     beside = self._beside(texts, loop.done, num_texts, tokenizer, booster)
                     learned.weigh(beside, part)
-                    # The critic first: a training state is written in the policy's step, and holds both.
+                    # The critic first: the training state, saved in the policy's step, contains both.
                     more = generating | {"value_loss": learned.learn_values(part, max_norm=made.max_norm)}
                     is_last = number == self.iterations * len(parts) - 1 or loop.done == loop.total - 1
                     loop.step([*part, *beside], more=more, saves=is_last)
@@ -188,7 +189,7 @@ class PPO:
     def _texts(
         self, pretrain: ChatData | EncodedData | None, tokenizer: Any, model: nn.Module
     ) -> EncodedData | None:
-        """Return the texts of pretraining."""
+        """Return the pretraining texts."""
         if (pretrain is None) != (self.ptx_coef == 0.0):
             raise ValueError(
                 f"ptx_coef={self.ptx_coef} and pretrain={type(pretrain).__name__}: texts of pretraining are "
@@ -208,14 +209,14 @@ class PPO:
     def _beside(
         self, texts: EncodedData | None, step: int, size: int, tokenizer: Any, booster: Booster
     ) -> list[Batch]:
-        """Return the texts of pretraining of a step: those that come next, other ones on each rank."""
+        """Return the next pretraining texts of a step, different ones on each rank."""
         if texts is None:
             return []
         replicas, replica = booster.mesh.axis_size("dp"), booster.mesh.axis_rank("dp")
         first = (step * replicas + replica) * size
         rows = [texts.texts[(first + place) % len(texts)] for place in range(size)]
         pipeline = booster.plan.pipeline
-        missing = 0 if pipeline is None else -size % pipeline.num_microbatches  # microbatches are alike
+        missing = 0 if pipeline is None else -size % pipeline.num_microbatches  # equal microbatches
         data, labels = text_batch([*rows, *[rows[-1]] * missing], pad=padding_of(tokenizer))
         labels["counts"][size:] = False
         moved = {name: each.to(booster.device) for name, each in (data | labels).items()}
@@ -223,12 +224,12 @@ class PPO:
 
 
 class _ActorCritic:
-    """What PPO makes of answers.
+    """Batches and losses of PPO.
 
     Args:
         method: The options.
-        run: What answers, policy and critic.
-        reference: What the policy is held to.
+        run: The run, with the answerer, the policy and the critic.
+        reference: The reference of the divergence penalty.
         booster: The parallel methods.
 
     Attributes:
@@ -250,7 +251,7 @@ class _ActorCritic:
         self.is_first = True
 
     def parts(self, answers: Sequence[ScoredAnswer]) -> list[list[Batch]]:
-        """Return the batches of each step, with advantages and returns; as many on every rank."""
+        """Return the batches of each step, with advantages and returns; the same number on every rank."""
         found = []
         for own in self._divided(answers):
             rewards = torch.tensor([each.reward for each in own], dtype=torch.float64)
@@ -262,10 +263,10 @@ class _ActorCritic:
         return found
 
     def _divided(self, answers: Sequence[ScoredAnswer]) -> Iterator[list[ScoredAnswer]]:
-        """Yield the answers of each step: the same ones on all ranks together as in one process.
+        """Yield the answers of each step: over all ranks the same as in one process.
 
-        Ranks have as many answers in a step, since each forward may be a collective: those that lack one have
-        an answer in its place that does not count. So has a step of fewer answers than there are steps.
+        All ranks have the same number of answers in a step, since each forward may be a collective: ranks
+        with fewer answers add padding ones, which do not count. So does a step without answers of its own.
         """
         mesh, number = self._booster.mesh, self._method.minibatches
         replicas, replica = mesh.axis_size("dp"), mesh.axis_rank("dp")
@@ -274,14 +275,14 @@ class _ActorCritic:
         all_reduce_in_place(total, ParallelMode.DATA)  # answers that count, of all replicas
         ends = [int(total) * (place + 1) // number for place in range(number)]
         for start, end in zip([0, *ends], ends, strict=False):
-            # Prompts are dealt out like cards: answer n of all is on replica n % replicas.
+            # Prompts are assigned round-robin: answer n of all is on replica n % replicas.
             dealt = [range(start + (rank - start) % replicas, end, replicas) for rank in range(replicas)]
             own = [kept[place // replicas] for place in dealt[replica]]
             size = max(1, *map(len, dealt))
             yield own + [answers[0]._replace(counts=False)] * (size - len(own))
 
     def policy_loss(self, output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the sum of the losses of tokens, and how many there are; of texts of pretraining, none."""
+        """Return the sum of the losses of tokens and their number, which is 0 for pretraining texts."""
         if "advantages" not in labels:  # a text of pretraining, see `weigh`
             mask = answer_mask(labels)
             logp = losses.token_logprobs(logits_of(output)[:, :-1], labels["input_ids"][:, 1:])
@@ -310,16 +311,16 @@ class _ActorCritic:
         )
 
     def weigh(self, texts: Sequence[Batch], answers: Sequence[Batch]) -> None:
-        """Say what the tokens of texts count beside those of answers, of which a step takes the mean.
+        """Set the weight of pretraining tokens relative to answer tokens, over which a step takes the mean.
 
-        With A tokens of answers and B of texts on all ranks, the mean over A is that of both losses if those
-        of texts are weighted by ptx_coef A / B.
+        With A tokens of answers and B of texts on all ranks, the mean over A equals the sum of both mean
+        losses if texts are weighted by ptx_coef A / B.
         """
         if not texts:
             return
         counts = [sum(float(answer_mask(labels).sum()) for _, labels in each) for each in (answers, texts)]
         both = torch.tensor(counts, dtype=torch.float64).to(self._booster.device)
-        all_reduce_in_place(both, ParallelMode.DATA)
+        all_reduce_in_place(both, ParallelMode.DATA)  # tokens of answers and of texts, over all replicas
         self._weight_of_texts = self._method.ptx_coef * both[0] / both[1].clamp(min=1)
 
     def _value_loss(self, output: Any, labels: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -331,7 +332,7 @@ class _ActorCritic:
 
     @torch.no_grad()
     def _add(self, data: Mapping[str, Tensor], labels: dict[str, Any], rewards: Tensor) -> None:
-        """Add what the models say of answers before they change."""
+        """Add outputs of the models before their update, with advantages and returns."""
         mask = labels["loss_mask"][:, 1:]
         if "old_logp" not in labels:
             labels["old_logp"] = self._answerer.logprobs(self._model, data)
@@ -349,21 +350,21 @@ class _ActorCritic:
         )
 
     def _whiten(self, batches: Sequence[dict[str, Any]]) -> None:
-        """Give advantages mean 0 and deviation 1 over the tokens of all ranks that count.
+        """Normalize advantages to mean 0 and deviation 1 over the counting tokens of all ranks.
 
         Raises:
-            FloatingPointError: An advantage is not finite; on all ranks, before the step.
+            FloatingPointError: An advantage is not finite; raised on all ranks, before the step.
         """
         device = self._booster.device
         chosen = [labels["advantages"].double()[answer_mask(labels)] for labels in batches]
         own = torch.cat(chosen) if chosen else torch.zeros(0, dtype=torch.float64, device=device)
         sums = torch.stack([torch.tensor(float(len(own)), device=device).double(), own.sum()])
-        all_reduce_in_place(sums, ParallelMode.DATA)  # the ranks of a replica have the same
+        all_reduce_in_place(sums, ParallelMode.DATA)  # ranks of a replica have equal sums
         count, mean = sums[0], sums[1] / sums[0].clamp(min=1)
         squares = (own - mean).square().sum().reshape(1)
-        all_reduce_in_place(squares, ParallelMode.DATA)  # of what is left, not of large numbers
+        all_reduce_in_place(squares, ParallelMode.DATA)  # of centered values, to avoid cancellation
         deviation = (squares[0] / (count - 1).clamp(min=1) + 1e-8).sqrt()
-        if not math.isfinite(float(deviation)):  # of a NaN anywhere it is one, on every rank
+        if not math.isfinite(float(deviation)):  # a NaN of any rank makes it NaN on every rank
             raise FloatingPointError(
                 "advantages of answers are not finite, and no step was made: the values of the critic have "
                 "grown without bounds, or rewards have; give a smaller learning rate of the critic, or "

@@ -1,6 +1,6 @@
-"""Pretrained folders: weights, config and tokenizer, which transformers opens, and `colossalai serve`.
+"""Pretrained folders: weights, config and tokenizer, for transformers and `colossalai serve`.
 
-Of a model with adapters, the folder is one of peft's.
+A model with adapters is saved as a folder of peft.
 """
 
 from functools import partial
@@ -34,21 +34,22 @@ def save_pretrained(
     shard_mb: int = 1024,
     merges: bool = False,
 ) -> None:
-    """Write a model as transformers does; every rank calls it, rank 0 writes.
+    """Save a model in the format of transformers; collective, rank 0 writes.
 
-    A reward model is written as the `*ForSequenceClassification` of its family with one label. Of a model
-    with adapters these are written, as peft does; or with `merges` the model that they are added into.
+    A reward model is saved as the `*ForSequenceClassification` of its family with one label. A model with
+    adapters is saved as peft does, adapters only; or, with `merges`, as the model with merged adapters.
 
     Args:
-        model: A model of `fit`, or one that was boosted, or not.
-        folder: Where to; it is made, and what has the same names in it is replaced.
+        model: A model, boosted or not.
+        folder: Destination, which is created; existing files of the same names are replaced.
         booster: The parallel methods of the model.
-        tokenizer: Written beside it.
-        shard_mb: Largest size of a file of weights, in MB.
-        merges: Whether adapters are added into the weights, of which a copy is made.
+        tokenizer: Tokenizer to save with the model.
+        shard_mb: Maximum size of a file of weights, in MB.
+        merges: Whether to merge adapters into a copy of the weights.
 
     Raises:
-        ValueError: `model` has no config of transformers, or `merges` is set and it has no adapters, or ones
+        ValueError: `model` has no config of transformers, or `merges` is set and it has no adapters, or its
+            adapters cannot be merged.
             that cannot be merged.
         OSError: `folder` cannot be written.
     """
@@ -71,7 +72,7 @@ def save_pretrained(
         )
     written = raw_of(model) if not merges else TensorsByName(dict(merged_tensors(model)))
     booster.save_model(written, folder, shard=True, use_safetensors=True, size_per_shard=shard_mb)
-    # The config of a model with a head has the name of its class.
+    # The config of a model with a head records its class name.
     is_named = isinstance(configured, ValueModel)
     on_writer(partial(write_config, configured, folder, is_named=is_named))
     if tokenizer is not None:
@@ -79,11 +80,11 @@ def save_pretrained(
 
 
 def load_reward_model(folder: str | Path, *, dtype: torch.dtype | None = None) -> ValueModel:
-    """Return a reward model from a folder of `save_pretrained`, or of a classifier with one label.
+    """Load a reward model from a folder of `save_pretrained`, or from a classifier with one label.
 
     Args:
         folder: The folder.
-        dtype: Of its parameters; None: as they were saved.
+        dtype: Dtype of its parameters. Default: as saved.
 
     Raises:
         ValueError: `folder` has a model of another kind.

@@ -1,4 +1,4 @@
-"""What is written down of a training run: means over all ranks, a line for each step, curves, loggers."""
+"""Records of a training run: means over all ranks, a line for each step, curves, loggers."""
 
 import json
 import math
@@ -17,20 +17,20 @@ from colossalai.trainer import MetricLogger
 
 Record = Mapping[str, float]
 _PLOTTED = ("loss", "accuracy", "margin", "reward", "kl", "kl_to_reference", "entropy")
-_AS_TEXT: Mapping[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}  # of half a pair: \\ud800
-_SHORTEST_S = 1e-9  # a clock that stood still
+_AS_TEXT: Mapping[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace"}  # lone surrogates: \\ud800
+_SHORTEST_S = 1e-9  # avoids a division by 0
 
 
 class Measures:
-    """Sums of what criteria see of a step, added up over the ranks that compute losses.
+    """Metrics of a step: sums of the criteria, reduced over the ranks that compute losses.
 
-    Most of what has a name here is a mean. The arguments name what is something else.
+    A metric is a mean by default; the arguments name the others.
 
     Args:
-        roots: Of these the root of the mean is told: they are added as squares.
-        largest: Of these the largest of all ranks is told.
-        rates: Of these is told how much all replicas together do in a second.
-        replicas: How many there are: data-parallel ranks.
+        roots: Metrics reported as the root of the mean; squares are added to them.
+        largest: Metrics reported as the maximum over all ranks.
+        rates: Metrics reported as the amount per second over all replicas.
+        replicas: Number of replicas: data-parallel ranks.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Measures:
         self._roots, self._rates, self._replicas = roots, rates, replicas
         self._with_peak = (*largest, *rates)
         self._sums: dict[str, tuple[Tensor, Tensor]] = {}
-        self._peaks: dict[str, Tensor] = {}  # the largest, and the seconds of rates
+        self._peaks: dict[str, Tensor] = {}  # maxima, and seconds of rates
 
     def add(self, count: Tensor | float, **sums: Tensor) -> None:
-        """Add sums over so many rows."""
+        """Add sums over `count` rows."""
         for name, value in sums.items():
             found, number = self._sums.get(name, (torch.zeros(()), torch.zeros(())))
             self._sums[name] = (
@@ -56,7 +56,7 @@ class Measures:
             )
 
     def add_largest(self, **values: Tensor) -> None:
-        """Add what only the largest of is told."""
+        """Add values of metrics that are reported as maxima."""
         for name, value in values.items():
             found = value.detach().double()
             known = self._peaks.get(name, found)
@@ -64,23 +64,23 @@ class Measures:
             self.add(1.0, **{name: found})
 
     def add_rate(self, name: str, amount: float, seconds: float) -> None:
-        """Add how much this rank has done in some seconds."""
+        """Add an amount of work by this rank and its time in seconds."""
         self.add(1.0, **{name: torch.tensor(amount, dtype=torch.float64)})
         self._peaks[name] = self._peaks.get(name, torch.zeros((), dtype=torch.float64)) + seconds
 
     PAIRS = ("accuracy", "margin")
 
     def add_pairs(self, chosen: Tensor, rejected: Tensor) -> None:
-        """Add how often, and by how much, one reward is above the other; both (pairs,)."""
+        """Add the accuracy and the margin of pairs of rewards; both (pairs,)."""
         right = (chosen > rejected).double().sum()
         self.add(float(len(chosen)), accuracy=right, margin=(chosen.detach() - rejected.detach()).sum())
 
     def take(self, names: Sequence[str], device: torch.device) -> dict[str, float]:
-        """Return what all ranks have added, and forget it; every rank calls it.
+        """Reduce the metrics over all ranks, return and reset them; collective.
 
         Args:
-            names: What there may be, the same on all ranks: those without the last stage have nothing.
-            device: Where ranks reduce.
+            names: Names of the metrics, the same on all ranks; ranks without the last stage have no values.
+            device: Device of the reduction.
         """
         if not names:
             return {}
@@ -101,7 +101,7 @@ class Measures:
             if name in self._roots:
                 told[name] = math.sqrt(value)
             elif name in self._rates:
-                # The ranks wait for the slowest one, so the job takes as long as that.
+                # All ranks wait for the slowest one, which determines the time of the job.
                 told[name] = value * self._replicas / max(peaks[name], _SHORTEST_S)
             elif name in peaks:
                 told[name] = peaks[name]
@@ -121,11 +121,11 @@ def _line_of(values: Mapping[str, Any]) -> str:
 
 
 class StepLines:
-    """A file of JSON lines, each of a step of a run, which goes on where a resumed run does.
+    """A file of JSON lines, one per step, which a resumed run continues.
 
     Args:
         file: The file.
-        first: Steps that were done before: lines of later ones are of a run that was cut off.
+        first: Number of steps before this run: lines of later steps, from an interrupted run, are removed.
     """
 
     def __init__(self, file: Path, *, first: int) -> None:
@@ -136,26 +136,26 @@ class StepLines:
             opened.writelines(_line_of(each) for each in kept)
 
     def read(self) -> list[dict[str, Any]]:
-        """Return what is in it."""
+        """Return all lines."""
         if not self._file.exists():
             return []
-        # A text of an answer may have any line end of Unicode, which JSON leaves as it is.
+        # Split at line feeds only: answers may contain other line separators, which JSON does not escape.
         return [json.loads(each) for each in self._file.read_text(encoding="utf-8").split("\n") if each]
 
     def add(self, line: Mapping[str, Any]) -> None:
-        """Write a line behind the others."""
+        """Append a line."""
         with self._file.open("a", **_AS_TEXT) as opened:
             opened.write(_line_of(line))
 
 
 class RunLog:
-    """The records of a run, and where they go: a file of lines, curves, loggers of the trainer.
+    """Records of a run and their outputs: a file of lines, curves, loggers of the trainer.
 
     Args:
-        folder: Where the files are; None: there are none.
-        first: Steps that were done before: lines of later ones are of a run that was cut off.
-        shows_progress: Whether there is a bar.
-        loggers: What is handed each record.
+        folder: Folder of the files; None for no files.
+        first: Number of steps before this run: lines of later steps, from an interrupted run, are removed.
+        shows_progress: Whether to show a progress bar.
+        loggers: Loggers of each record.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class RunLog:
             each.close(failed=kind is not None)
 
     def add(self, record: dict[str, float], *, epoch: int) -> None:
-        """Keep a record, and write it down."""
+        """Store a record, and write it to the outputs."""
         self.records.append(record)
         if self._lines is not None:
             self._lines.add(record)
@@ -190,17 +190,17 @@ class RunLog:
             each.log("train", values, step=int(record["step"]), epoch=epoch)
 
     def progress(self, total: int, done: int) -> "StepBar":
-        """Return a context that hands out what to call after each step."""
+        """Return a context manager with a function to call after each step."""
         return StepBar(total, done, is_shown=self._is_shown, records=self.records)
 
     def end(self) -> None:
-        """Draw the curves, where matplotlib is there."""
+        """Draw the curves, if matplotlib is installed."""
         if self._folder is not None and self._lines is not None:
             draw_curves(self._lines.read(), self._folder / "steps.png")
 
 
 class StepBar:
-    """A bar of the steps, with the last loss."""
+    """Progress bar of the steps, with the last loss."""
 
     def __init__(self, total: int, done: int, *, is_shown: bool, records: Sequence[Record]) -> None:
         self._progress = Progress(disable=not is_shown)
@@ -223,7 +223,7 @@ class StepBar:
 
 
 def draw_curves(records: Sequence[Record], file: Path) -> bool:
-    """Draw what was measured over the steps into a PNG; return whether matplotlib is there to do so."""
+    """Draw the metrics over the steps into a PNG; return whether matplotlib is installed."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

@@ -1,7 +1,7 @@
-"""A run that learns from rewards: what its methods have in common.
+"""Run that learns from rewards: the common part of its methods.
 
-Everything that is given is compared before anything is changed. Then models are boosted, an engine is built
-that answers by the policy, and there is a loop; a method says what it makes of answers, and makes the steps.
+All arguments are checked before anything is changed. Then models are boosted, an engine for the policy's
+answers is built, and a loop is created; a method prepares batches of answers and makes the steps.
 """
 
 import time
@@ -31,28 +31,28 @@ from colossalai.runtime import ModelWrapper
 
 
 class RewardMethod(Protocol):
-    """The options that methods have in common."""
+    """Common options of methods that learn from rewards."""
 
     @property
     def reward(self) -> Reward:
-        """How good answers are."""
+        """The reward."""
 
     @property
     def max_length(self) -> int:
-        """Most tokens of a prompt."""
+        """Maximum number of tokens of a prompt."""
 
     @property
     def kl_coef(self) -> float:
-        """What holds the model to a reference."""
+        """Coefficient of the divergence from the reference."""
 
     @property
     def max_kl(self) -> float | None:
-        """The divergence from it that ends a run."""
+        """The divergence from the reference that ends a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunInputs:
-    """What a fit is given beside the models that it trains; its docstring says what each is."""
+    """Arguments of a `fit` other than the trained models; see its docstring."""
 
     booster: Booster
     data: ChatData | EncodedData
@@ -67,23 +67,23 @@ class RunInputs:
 
 
 class RewardRun:
-    """A run: models that are boosted, an engine that answers, and a loop.
+    """A run: boosted models, a rollout engine and a training loop.
 
-    It is a context, at whose end everything that was started is ended.
+    A context manager: its exit ends the scorer and the engine.
 
     Args:
-        method: What is learned.
-        trained: The policy, as "model", and other models that are trained, with their optimizers.
-        inputs: What else there is.
-        num_answers: How many answers there are to a prompt.
+        method: The method.
+        trained: The policy, as "model", and other trained models, with their optimizers.
+        inputs: The other arguments.
+        num_answers: Number of answers to a prompt.
 
     Attributes:
-        answerer: What answers.
+        answerer: Source of the answers.
         trained: The boosted models with their boosted optimizers.
-        most_tokens: Most tokens of an answer.
+        most_tokens: Maximum number of tokens of an answer.
 
     Raises:
-        ValueError: The `inputs` do not go together; nothing was changed.
+        ValueError: `inputs` contradict each other; nothing was changed.
     """
 
     def __init__(
@@ -139,12 +139,12 @@ class RewardRun:
         return self.trained["model"][0]
 
     def loop(self, criterion: Criterion, *, measured: Sequence[str], steps: int) -> FitLoop:
-        """Return the loop of the run; what its models take is told, and compared with what there is.
+        """Return the loop of the run, after a report of the memory of its models.
 
         Args:
             criterion: The loss of the policy.
-            measured: What the method writes down beside what all do.
-            steps: How many steps are made of a window.
+            measured: Further metrics of the method.
+            steps: Number of steps per window.
         """
         inputs, method = self._inputs, self._method
         names = (*MEASURED, *measured, *reward_records(method.reward))
@@ -166,7 +166,7 @@ class RewardRun:
             companions={name: each for name, each in self.trained.items() if name != "model"},
         )
         if inputs.reference is not None:
-            # One that was boosted lies where its plan puts it, and is cut over the ranks as that says.
+            # The plan of a boosted reference has already placed and sharded it.
             is_placed = isinstance(inputs.reference, ModelWrapper)
             (inputs.reference if is_placed else inputs.reference.to(inputs.booster.device)).eval()
         tell_memory(
@@ -180,7 +180,7 @@ class RewardRun:
         return loop
 
     def windows(self, loop: FitLoop, *, steps: int) -> Iterator[list[ScoredAnswer]]:
-        """Yield the answers to each window, of which steps are made before the next ones are taken."""
+        """Yield the answers to each window; make its steps before the next one."""
         inputs = self._inputs
         samples = SampleLog(
             inputs.course.log,
@@ -195,7 +195,7 @@ class RewardRun:
             self._started = time.monotonic()
 
     def time_so_far(self) -> dict[str, float]:
-        """Return how long it has taken to come from the end of the last window to here, as a record."""
+        """Return the time since the end of the last window, as a record."""
         return {"seconds_generating": time.monotonic() - self._started}
 
     def __enter__(self) -> Self:
@@ -208,10 +208,11 @@ class RewardRun:
 def encode_prompts(
     data: ChatData | EncodedData, tokenizer: Any, max_length: int, method: str
 ) -> list[Prompt]:
-    """Return the tokens of prompts.
+    """Tokenize prompts.
 
     Raises:
-        ValueError: `data` is no chat data or of another stage, or `tokenizer` has no end-of-sequence token.
+        ValueError: `data` is not chat data or is of another stage, or `tokenizer` has no end-of-sequence
+            token.
     """
     if tokenizer.eos_token_id is None:
         raise ValueError(
@@ -232,18 +233,18 @@ def encode_prompts(
 
 
 def prompt_batch(rows: Sequence[Prompt]) -> Batch:
-    """Return prompts as a batch of the common loop."""
+    """Return prompts as a batch of the training loop."""
     return {"prompts": tuple(rows)}, {"counts": torch.ones(len(rows), dtype=torch.bool)}
 
 
 def sampling_of(given: SamplingParams | None, num_answers: int, tokenizer: Any) -> SamplingParams:
-    """Return how answers are drawn: so many to a prompt, by default up to 64 tokens.
+    """Complete the sampling parameters of answers; by default up to 64 tokens.
 
-    The end token of the tokenizer, which SFT learns behind an answer, ends one next to those of the model's
-    config, which may be others.
+    An answer also ends at the tokenizer's end token, which SFT trains at the end of answers and which may
+    differ from the end tokens of the model's config.
 
     Raises:
-        ValueError: `given` is not of this type, draws nothing, or has no end.
+        ValueError: `given` is of another type, is greedy, or has no limit of tokens.
     """
     sampling = SamplingParams(max_tokens=64) if given is None else given
     if not isinstance(sampling, SamplingParams):
@@ -258,24 +259,24 @@ def sampling_of(given: SamplingParams | None, num_answers: int, tokenizer: Any) 
 
 
 def check_ahead(rollouts: RolloutOptions, sampling: SamplingParams) -> None:
-    """Refuse ratios to what is not known: the engine tells probabilities before the temperature.
+    """Check that ratios are defined: the engine returns probabilities before the temperature.
 
     Raises:
-        ValueError: `rollouts` is a step ahead, and `sampling` has another temperature than 1.
+        ValueError: `rollouts` are a step ahead, and `sampling` has another temperature than 1.
     """
     if rollouts.ahead and sampling.temperature != 1:
         raise ValueError(
             f"ahead={rollouts.ahead} and temperature={sampling.temperature}: one step ahead a token is "
-            "weighed by the probability that the engine tells, which is that at temperature 1: give that, or "
+            "weighed by the probability from the engine, which is that at temperature 1: give that, or "
             "leave ahead out"
         )
 
 
 def check_tokens_at_once(tokens_at_once: int | None, longest: int) -> None:
-    """Refuse batches that do not hold one answer.
+    """Check that a batch can hold one answer.
 
     Raises:
-        ValueError: `tokens_at_once` is no integer, or below the `longest` prompt with its answer.
+        ValueError: `tokens_at_once` is not an integer, or is below the `longest` prompt with its answer.
     """
     if tokens_at_once is None:
         return
@@ -296,28 +297,28 @@ def check_models(
     prompts: Sequence[Prompt],
     rows_at_once: int,
 ) -> None:
-    """Refuse models that do not go together, before any of them is changed.
+    """Check that models fit together, before any of them is changed.
 
     Args:
-        trained: The model that answers, and a critic, by these names.
-        reference: What the model is held to.
-        reward: What it learns from.
-        tokenizer: That of the model.
-        sampling: How the model answers.
-        prompts: What is answered.
-        rows_at_once: Most answers of a batch.
+        trained: The policy and a critic, by name.
+        reference: The reference of the divergence penalty.
+        reward: The reward.
+        tokenizer: The tokenizer of the model.
+        sampling: Sampling parameters of the answers.
+        prompts: The prompts.
+        rows_at_once: Maximum number of answers of a batch.
 
     Raises:
         ValueError: A model shares parameters with one of `trained` or has another vocabulary; a prompt
-            and its answer do not fit into the window of a model that reads them; a critic has no head,
-            or a model or reference has one; `tokenizer` has tokens that the model does not know; or
-            `rows_at_once` is below 1.
+            and its answer exceed the window of a model that reads them; a critic has no value head, or a
+            model or reference has one; `tokenizer` has tokens outside the vocabulary; or `rows_at_once` is
+            below 1.
     """
     if type(rows_at_once) is not int or rows_at_once < 1:
         raise ValueError(f"rows_at_once={rows_at_once!r}: give an integer of at least 1")
     config = trained["model"].config
     texts, longest_answer = [each.encoded for each in prompts], most_tokens(sampling)
-    if len(tokenizer) > config.vocab_size:  # a model may have more, which round its vocabulary up
+    if len(tokenizer) > config.vocab_size:  # a model may have more, with a rounded-up vocabulary
         raise ValueError(
             f"the tokenizer has {len(tokenizer)} tokens, and the model knows {config.vocab_size}: give the "
             "tokenizer of the model, or resize the model (resize_token_embeddings)"
@@ -327,7 +328,7 @@ def check_models(
         other = given.model if isinstance(given, ModelReward) else given
         if not isinstance(other, nn.Module):
             continue
-        # A reference that is trained along holds nobody back, and a reward that changes is no measure.
+        # A reference must not be trained along, and a reward must not change.
         shared = {owner_of[param] for param in other.parameters() if param in owner_of}
         if shared:
             raise ValueError(
@@ -344,39 +345,39 @@ def check_models(
                 f"{config.vocab_size}: it reads the tokens that the model draws, so give one with the same "
                 "tokenizer, or as reward a ModelReward, which has a tokenizer of its own"
             )
-        if not isinstance(given, ModelReward):  # which has a length of its own
+        if not isinstance(given, ModelReward):  # it has its own maximum length
             check_readable(texts, other, name=name, most_tokens=longest_answer)
 
 
 def _check_kind(name: str, model: nn.Module) -> None:
-    """Refuse a critic without a value head, and a model or reference that has one in place of its own."""
+    """Reject a critic without a value head, and a model or reference with one."""
     kind = type(model.unwrap() if isinstance(model, ModelWrapper) else model).__name__
     if name == "critic" and not has_value_head(model):
         raise ValueError(
-            f"the critic is a {kind} without a value head, which gives a number for each token: give what "
-            "with_value_head(model) or load_reward_model(folder) returns"
+            f"the critic is a {kind} without a value head with one output per token: give the result of "
+            "with_value_head(model) or load_reward_model(folder)"
         )
     if name in ("model", "reference") and has_value_head(model):
         raise ValueError(f"the {name} has a value head, and no probabilities: give a causal language model")
 
 
 def check_reference(model: nn.Module, reference: nn.Module | None, kl_coef: float) -> None:
-    """Refuse a reference without a penalty, and a penalty without a reference: see `reference_logprobs`.
+    """Reject a reference without a penalty, and a penalty without a reference; see `reference_logprobs`.
 
     Raises:
-        ValueError: `reference` is given and `kl_coef` is 0; or that is above 0, `reference` is None, and
-            `model` has no adapters without which it would be one.
+        ValueError: `reference` is given and `kl_coef` is 0; or `kl_coef` is above 0, `reference` is None, and
+            `model` has no adapters (it would be the reference without them).
     """
     is_missing = kl_coef > 0.0 and reference is None and not has_adapters(model)
     if is_missing or (kl_coef == 0.0 and reference is not None):
         raise ValueError(
-            f"kl_coef={kl_coef} and reference={type(reference).__name__}: a reference is what a kl_coef "
-            "above 0 holds the model to; give both, or neither. A model with adapters (LoRA of peft, "
+            f"kl_coef={kl_coef} and reference={type(reference).__name__}: a kl_coef above 0 holds the model "
+            "to a reference; give both, or neither. A model with adapters (LoRA of peft, "
             "--lora_rank of the scripts) needs none: without them it is the reference"
         )
 
 
 def most_tokens(sampling: SamplingParams) -> int:
-    """Return the most tokens of an answer."""
+    """Return the maximum number of tokens of an answer."""
     assert sampling.max_tokens is not None, "sampling_of has asked for it"
     return sampling.max_tokens

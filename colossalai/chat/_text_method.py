@@ -1,4 +1,4 @@
-"""What methods that learn from texts have in common: fit, evaluate, and batches of texts and comparisons."""
+"""Common part of methods that learn from texts: fit, evaluate, and batches of texts and comparisons."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +46,7 @@ class ReferredData:
 
     Attributes:
         rows: The comparisons.
-        is_mean: Whether these are means over tokens, as "ipo" wants them, or sums.
+        is_mean: Whether the log-probabilities are means over tokens, for "ipo", or sums.
     """
 
     rows: tuple[ReferredPair, ...]
@@ -54,7 +54,7 @@ class ReferredData:
 
     @property
     def stage(self) -> str:
-        """What the rows are for."""
+        """Stage of the rows."""
         return "preference"
 
     def __len__(self) -> int:
@@ -70,9 +70,10 @@ GivenData = ChatData | Encoded
 
 @contextmanager
 def dropout_disabled(model: nn.Module) -> Iterator[None]:
-    """Within the block all probabilities of dropout in a model are 0, those of adapters too.
+    """Set all dropout probabilities of a model to 0 within the block, including those of adapters.
 
-    They are `p` of torch's modules, and what other modules hold as a number: `dropout` of a layer of OPT.
+    They are `p` of torch's dropout modules, and float attributes of other modules: `dropout` of a layer of
+    OPT.
     """
     before: list[tuple[nn.Module, str, float]] = []
     for module in _all_modules(model):
@@ -91,7 +92,7 @@ def dropout_disabled(model: nn.Module) -> Iterator[None]:
 
 
 def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
-    """Yield the modules of a model, and those that a stage calls without owning their parameters."""
+    """Yield the modules of a model, including those that a stage calls without owning their parameters."""
     for module in model.modules():
         yield module
         if isinstance(module, ModelStage):
@@ -99,12 +100,12 @@ def _all_modules(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def encoded_of(data: GivenData, tokenizer: Any, max_length: int) -> Encoded:
-    """Return the tokens of rows; those that are encoded stay as they are.
+    """Tokenize rows, unless they are encoded already.
 
-    What is too long is logged on rank 0: rows that are left out, and tokens that prompts lose.
+    Rank 0 logs the number of rows that are too long and left out, and of tokens truncated from prompts.
 
     Raises:
-        ValueError: `data` is no chat data, or has nothing to learn from.
+        ValueError: `data` is not chat data, or has nothing to learn from.
     """
     if isinstance(data, EncodedData | ReferredData):
         return data
@@ -124,7 +125,8 @@ class TextMethod(ABC):
     """Abstract: a method that learns from texts.
 
     Attributes:
-        max_length: Most tokens of a text; what is longer loses the begin of its prompt, see `encode_all`.
+        max_length: Maximum number of tokens of a text; longer prompts are truncated at the beginning, see
+            `encode_all`.
     """
 
     max_length: int
@@ -139,16 +141,15 @@ class TextMethod(ABC):
         tokenizer: Any,
         **course: Unpack[CourseOptions],
     ) -> FitResult:
-        """Train a model; every rank calls it.
+        """Train a model; collective.
 
         Args:
             model: The model, as it is or boosted together with `optimizer`.
             optimizer: Its optimizer.
             booster: The parallel methods.
-            data: Rows of the method's stage, or what `encode_all` made of them.
-            tokenizer: That of the model.
-            course: How long and how, and what is written down: the attributes of `Course`, of which
-                `steps` or `epochs` has to be given.
+            data: Rows of the method's stage, or the result of `encode_all`.
+            tokenizer: The tokenizer of the model.
+            course: Length, optimization and records: the attributes of `Course`, with `steps` or `epochs`.
 
         Raises:
             ValueError: `data` is of another stage, or has nothing to learn from; `steps` or another number is
@@ -156,7 +157,7 @@ class TextMethod(ABC):
         """
         made = course_of(course)
         self._check(model, booster)
-        found = self.encode(data, tokenizer)  # before the model is changed
+        found = self.encode(data, tokenizer)  # raises before the model is changed
         _refuse_what_is_not_read(found, model)
         wrapped, boosted = boost(booster, model, optimizer)
         tell_memory({"model": (wrapped, boosted)}, booster=booster, course=made)
@@ -174,14 +175,14 @@ class TextMethod(ABC):
         tokenizer: Any,
         batch_size: int = 8,
     ) -> Record:
-        """Return what `fit` measures, as means over all rows, without learning; every rank calls it.
+        """Return the metrics of `fit` as means over all rows, without training; collective.
 
         Args:
             model: The model, as it is or boosted.
             booster: The parallel methods.
             data: Rows, as for `fit`.
-            tokenizer: That of the model.
-            batch_size: Rows of a batch of one data-parallel rank.
+            tokenizer: The tokenizer of the model.
+            batch_size: Number of rows of a batch on one data-parallel rank.
 
         Raises:
             ValueError: `data` is of another stage or has nothing to learn from, or the model cannot be built
@@ -198,10 +199,10 @@ class TextMethod(ABC):
         )
 
     def encode(self, data: GivenData, tokenizer: Any) -> Encoded:
-        """Return the tokens of rows.
+        """Tokenize rows.
 
         Raises:
-            ValueError: `data` is no chat data, is of another stage, or has nothing to learn from.
+            ValueError: `data` is not chat data, is of another stage, or has nothing to learn from.
         """
         encoded = encoded_of(data, tokenizer, self.max_length)
         if encoded.stage != self._stage:
@@ -214,29 +215,29 @@ class TextMethod(ABC):
     @property
     @abstractmethod
     def _stage(self) -> str:
-        """What rows are to be."""
+        """Stage of the rows."""
 
     @abstractmethod
     def _task(self, encoded: Encoded, tokenizer: Any) -> Task:
-        """Return batches and loss."""
+        """Return the batches and the loss."""
 
     @property
     def _disables_dropout(self) -> bool:
-        """Whether a model is trained without dropout, whatever its config says."""
+        """Whether to train without dropout, ignoring the model's config."""
         return False
 
     def _check(self, model: nn.Module, booster: Booster) -> None:  # noqa: B027 - most take any
-        """Refuse what the method does not train, before anything is changed."""
+        """Reject models that the method does not train, before anything is changed."""
 
     def _prepare(
         self, model: ModelWrapper, booster: Booster, encoded: Encoded, tokenizer: Any, batch_size: int
     ) -> Encoded:
-        """Return rows with what is to be known before the first step."""
+        """Return rows with everything computed before the first step."""
         return encoded
 
 
 def _refuse_what_is_not_read(encoded: Encoded, model: Any) -> None:
-    """Refuse rows that a model cannot read; see `check_readable`."""
+    """Check that a model can read rows; see `check_readable`."""
     pairs = (row.pair if isinstance(row, ReferredPair) else row for row in encoded.rows)
     texts = [text for row in pairs for text in (row if isinstance(row, EncodedPair) else (row,))]
     check_readable(texts, model)
@@ -245,19 +246,19 @@ def _refuse_what_is_not_read(encoded: Encoded, model: Any) -> None:
 def check_readable(
     texts: Sequence[EncodedText], model: Any, *, name: str = "model", most_tokens: int = 0
 ) -> None:
-    """Refuse tokens or positions that a model has no embeddings of, which accelerators do not name.
+    """Reject tokens or positions without embeddings in a model, for which accelerators give no clear error.
 
-    Measured are the texts themselves: a `max_length` above the window is allowed where no text needs it.
+    The texts themselves are measured: a `max_length` above the window is allowed if no text needs it.
 
     Args:
         texts: Texts, or prompts, at least one.
-        model: A model of transformers that reads them; one without a window or a vocabulary reads any.
-        name: What an error calls it.
-        most_tokens: Most tokens of an answer that is read behind each of them.
+        model: A model of transformers; a missing window or vocabulary is not checked.
+        name: Name of the model in errors.
+        most_tokens: Maximum number of tokens of an answer after each text.
 
     Raises:
-        ValueError: `texts` has a token that the model does not know, or one with which, and with an answer,
-            the window of the model ends.
+        ValueError: `texts` has a token outside the vocabulary of the model, or a text that, with an answer,
+            exceeds its window.
     """
     config = getattr(model, "config", None)
     known, window = (getattr(config, each, None) for each in ("vocab_size", "max_position_embeddings"))
@@ -291,14 +292,14 @@ def text_batch(rows: Sequence[EncodedText], *, pad: int) -> Batch:
 
 
 def packed_batch(rows: Sequence[PackedText], *, pad: int) -> Batch:
-    """Return a batch of sequences of texts, none of which sees another, as `sdpa` attention wants it."""
+    """Return a batch of packed sequences, with the masks of `sdpa` attention."""
     made = collate_packed(rows, pad_token_id=pad)
     data, labels = _batch_of(made)
     return data | {"position_ids": made["position_ids"]}, labels
 
 
 def pair_batch(rows: Sequence[EncodedPair | ReferredPair], *, pad: int) -> Batch:
-    """Return a batch of comparisons: chosen and rejected by turns, (2 * pairs, length)."""
+    """Return a batch of comparisons: chosen and rejected alternate, (2 * pairs, length)."""
     pairs = [each.pair if isinstance(each, ReferredPair) else each for each in rows]
     data, labels = _batch_of(collate_pairs(pairs, pad_token_id=pad))
     labels["attention_mask"] = data["attention_mask"]
@@ -316,15 +317,16 @@ def _batch_of(made: Mapping[str, Tensor]) -> Batch:
 
 
 def logits_of(output: Any) -> Tensor:
-    """Return the logits, (batch, length, vocabulary), of what a language model returns."""
+    """Return the logits, (batch, length, vocabulary), of a language model's output."""
     logits: Tensor = output if isinstance(output, Tensor) else output.logits
     return logits
 
 
 def padding_of(tokenizer: Any) -> int:
-    """Return what rows are filled up with; no layer sees it, so any token will do that the model knows.
+    """Return the padding token; masked everywhere, so any token of the vocabulary is suitable.
 
-    The end of a text is one; a padding token is often added to a tokenizer whose model is not resized.
+    The end-of-sequence token comes first: a padding token is often added to a tokenizer without resizing the
+    model.
     """
     known = (getattr(tokenizer, name, None) for name in ("eos_token_id", "pad_token_id"))
     return next((int(each) for each in known if each is not None), 0)
@@ -337,5 +339,5 @@ def count_of(values: Tensor) -> Tensor:
 def check_length(max_length: int) -> None:
     if type(max_length) is not int or max_length < 2:
         raise ValueError(
-            f"max_length={max_length!r}: give an integer of at least 2, a token and one that it predicts"
+            f"max_length={max_length!r}: give an integer of at least 2, one token that predicts another"
         )

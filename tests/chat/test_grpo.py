@@ -152,7 +152,7 @@ def test_a_reward_that_fails_on_one_rank_is_heard_of_on_all() -> None:
         assert text == "the reward failed on rank 1, and no step was made: KeyError: 'no key'"
         assert left == "the reward failed on rank 1, and no step was made: SystemExit: no key"
         assert "failed on rank 0, 1" in odd
-        assert "rewards are no finite numbers, the first is nan" in odd
+        assert "rewards are not finite numbers, the first is nan" in odd
 
 
 def mistakes() -> None:

@@ -204,7 +204,11 @@ def mistakes() -> None:
         ({"steps": 1, "max_norm": 0.0}, SFT(), "max_norm=0.0: give a number above 0"),
         ({"steps": 0}, SFT(), "steps=0: give an integer of at least 1"),
         ({"steps": 1, "save_every": 2}, SFT(), "without a folder"),
-        ({"steps": 1}, RewardModeling(), "LlamaForCausalLM has no value head, .*: give what with_value_head"),
+        (
+            {"steps": 1},
+            RewardModeling(),
+            "LlamaForCausalLM has no value head .*: give the result of with_value_head",
+        ),
         ({"steps": 1}, DPO(), "learns from rows of stage 'preference'"),
         ({"steps": 1, "data": rows_for("dpo", 4)}, SFT(), "learns from rows of stage 'sft'"),
         ({"steps": 1, "booster": Booster(gradient_accumulation=2)}, SFT(), "pass accumulation=... to fit"),

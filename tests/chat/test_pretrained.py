@@ -78,7 +78,7 @@ def test_folders_open_in_transformers(tmp_path: Path, family: str, plan: str) ->
 def test_a_value_head_is_drawn_narrowly_and_needs_a_model_of_transformers() -> None:
     values = with_value_head(causal())
     assert values.score.weight.std().item() == pytest.approx(33**-0.5, rel=0.5)
-    with pytest.raises(ValueError, match="Linear is no causal language model of transformers"):
+    with pytest.raises(ValueError, match="Linear is not a causal language model of transformers"):
         with_value_head(torch.nn.Linear(2, 2))
 
 
@@ -87,7 +87,7 @@ def test_a_value_head_is_not_put_on_what_is_no_plain_model() -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForSequenceClassification
 
-    with pytest.raises(ValueError, match=r"PeftModel.* has adapters: put the value head on the model that"):
+    with pytest.raises(ValueError, match=r"PeftModel.* has adapters: put the value head on the base model"):
         with_value_head(get_peft_model(causal(), LoraConfig(r=2, target_modules=["q_proj"])))
     with pytest.raises(ValueError, match=r"opens by load_reward_model"):
         with_value_head(AutoModelForSequenceClassification.from_config(causal().config))

@@ -174,7 +174,7 @@ def refuses() -> None:
         ({"modules_to_save": ["lm_head"]}, "lm_head.modules_to_save.default.weight"),
     ):
         model = get_peft_model(causal(), LoraConfig(target_modules=["q_proj"], **options))
-        with pytest.raises(ValueError, match=f"cannot answer with this model: it has .*{words}"):
+        with pytest.raises(ValueError, match=f"cannot serve this model: .*{words}"):
             RolloutEngine(model, tokenizer(), max_length=60, has_copy=True)
     model = get_peft_model(causal(), LoraConfig(target_modules=["q_proj"]))
     model.add_adapter("other", LoraConfig(target_modules=["q_proj"]))

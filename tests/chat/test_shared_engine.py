@@ -159,7 +159,7 @@ def test_what_one_rank_is_refused_all_are() -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"tp_size": 2, "ahead": 1}, "communicates, and so does the step"),
+        ({"tp_size": 2, "ahead": 1}, "communicates, and so does the concurrent step"),
         ({"pp_size": 2, "placement": "ray"}, "an actor has a whole model"),
         ({"pp_size": True}, "pp_size=True; it must be an integer"),
     ],

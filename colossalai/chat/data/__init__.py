@@ -1,7 +1,7 @@
-"""Data of chat training: rows of known formats, their tokens and what is learned of them, packing, batches.
+"""Data of chat training: rows of known formats, their tokens and loss masks, packing, batches.
 
-`chat_data` reads rows, `encode_all` makes tokens of them with a tokenizer of transformers, and
-`make_chat_dataloader` makes batches of the tokens. `make_toy_data` makes rows up.
+`chat_data` reads rows, `encode_all` tokenizes them with a tokenizer of transformers, and
+`make_chat_dataloader` makes batches of the tokens. `make_toy_data` generates rows.
 """
 
 from colossalai.chat.data._batches import (

@@ -1,6 +1,6 @@
 """Batches of encoded texts: padded tensors, and loaders that give each rank its own part.
 
-Order, position and resumption are those of `colossalai.runtime`'s loader.
+Order, position and resumption are those of the loader of `colossalai.runtime`.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,14 +22,18 @@ _PADDING_SEGMENT = -1
 def places_in_batches(
     lengths: Sequence[int], *, rows: int, tokens: int | None = None, multiple_of: int = 1, at_least: int = 1
 ) -> list[list[int]]:
-    """Return the places of the texts of each batch; those of like lengths are together, to pad little.
+    """Divide texts into batches; texts of similar lengths share a batch, to reduce padding.
 
     Args:
         lengths: Number of tokens of each text; at least one text.
-        rows: Most texts of a batch.
-        tokens: Most tokens of a batch, with padding; a longer text is a batch by itself. None: any number.
-        multiple_of: The rows of a batch are filled up to a multiple of this.
-        at_least: Number of batches, if fewer would do; up to that of the texts.
+        rows: Maximum number of texts of a batch.
+        tokens: Maximum number of tokens of a batch, with padding; a longer text is a batch by itself. None
+            for no limit.
+        multiple_of: The number of rows of a batch is padded to a multiple of this.
+        at_least: Minimum number of batches, up to the number of texts.
+
+    Returns:
+        The indices of the texts of each batch.
     """
     batches: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: lengths[place]):
@@ -49,19 +53,19 @@ def places_in_batches(
 def collate(
     encoded_rows: Sequence[EncodedText], *, pad_token_id: int, multiple_of: int = 1
 ) -> dict[str, Tensor]:
-    """Return texts as one batch, padded on the right.
+    """Collate texts into one batch, padded on the right.
 
     Args:
         encoded_rows: The texts, at least one.
-        pad_token_id: The token that rows are filled up with; any one does, as the masks leave it out.
+        pad_token_id: The padding token; any token is suitable, since the masks exclude it.
         multiple_of: The length of the batch is a multiple of this.
 
     Returns:
         `input_ids` and `attention_mask`, (batch, length) of int64, and `loss_mask`, (batch, length) of bool:
-        True where a token is learned. Losses shift: that at place t is of the logits at t - 1.
+        True for tokens with a loss. Losses shift: the mask at t belongs to the logits at t - 1.
 
     Raises:
-        ValueError: `encoded_rows` is empty, `pad_token_id` is no token, or `multiple_of` is below 1.
+        ValueError: `encoded_rows` is empty, `pad_token_id` is not a token, or `multiple_of` is below 1.
     """
     length = _padded_length(encoded_rows, pad_token_id, multiple_of)
     return {
@@ -74,21 +78,21 @@ def collate(
 def collate_pairs(
     encoded_pairs: Sequence[EncodedPair], *, pad_token_id: int, multiple_of: int = 1
 ) -> dict[str, Tensor]:
-    """Return pairs as one batch of twice as many rows: the chosen text of a pair, then the rejected one.
+    """Collate pairs into one batch of twice as many rows: the chosen text of a pair, then the rejected one.
 
-    Chosen texts are rows 0, 2, 4, ..., rejected ones 1, 3, 5, ...: a pair stays together when a batch is
+    Chosen texts are rows 0, 2, 4, ..., rejected ones 1, 3, 5, ...: pairs stay together when a batch is
     divided into microbatches of an even size.
 
     Args:
         encoded_pairs: The pairs, at least one.
-        pad_token_id: The token that rows are filled up with.
+        pad_token_id: The padding token.
         multiple_of: The length of the batch is a multiple of this.
 
     Returns:
         The same as `collate`.
 
     Raises:
-        ValueError: `encoded_pairs` is empty, `pad_token_id` is no token, or `multiple_of` is below 1.
+        ValueError: `encoded_pairs` is empty, `pad_token_id` is not a token, or `multiple_of` is below 1.
     """
     texts = list(chain.from_iterable(encoded_pairs))
     return collate(texts, pad_token_id=pad_token_id, multiple_of=multiple_of)
@@ -101,20 +105,20 @@ def collate_packed(
     multiple_of: int = 1,
     mask_dtype: torch.dtype | None = None,
 ) -> dict[str, Tensor]:
-    """Return packed texts as one batch, padded on the right.
+    """Collate packed texts into one batch, padded on the right.
 
     Args:
         packed_rows: The sequences, at least one.
-        pad_token_id: The token that rows are filled up with.
+        pad_token_id: The padding token.
         multiple_of: The length of the batch is a multiple of this.
-        mask_dtype: The dtype of `packed_attention_mask`: that of the model for `eager` attention.
+        mask_dtype: Dtype of `packed_attention_mask`: the model's dtype for `eager` attention.
 
     Returns:
         `input_ids` and `position_ids`, (batch, length) of int64; `loss_mask`, (batch, length) of bool;
-        `attention_mask`, (batch, 1, length, length), as of `packed_attention_mask`.
+        `attention_mask`, (batch, 1, length, length), from `packed_attention_mask`.
 
     Raises:
-        ValueError: `packed_rows` is empty, `pad_token_id` is no token, or `multiple_of` is below 1.
+        ValueError: `packed_rows` is empty, `pad_token_id` is not a token, or `multiple_of` is below 1.
     """
     length = _padded_length(packed_rows, pad_token_id, multiple_of)
     segment_ids = _padded([row.segment_ids for row in packed_rows], length, _PADDING_SEGMENT)
@@ -140,18 +144,18 @@ def make_chat_dataloader(
 ) -> DataParallelLoader:
     """Return a loader of one replica's part of encoded data.
 
-    Its order depends on `seed` and the epoch alone; `state_dict()` and `load_state_dict()` save and restore
+    Its order depends on `seed` and the epoch only; `state_dict()` and `load_state_dict()` save and restore
     the position.
 
     Args:
         encoded: The data. Batches of stage "prompts" are padded on the right like the others.
-        batch_size: Rows in a batch of one replica: texts, pairs, or packed sequences.
-        pad_token_id: The token that rows are filled up with.
+        batch_size: Number of rows in a batch of one replica: texts, pairs, or packed sequences.
+        pad_token_id: The padding token.
         multiple_of: The length of a batch is a multiple of this.
-        pack_length: Pack texts into sequences of so many tokens at most; None: each is a row of its own.
-        mask_dtype: As of `collate_packed`.
+        pack_length: Maximum number of tokens of a packed sequence; None for no packing.
+        mask_dtype: As for `collate_packed`.
         num_replicas: Number of replicas: the size of the mesh's `dp` axis.
-        replica: Number of this one: its rank on that axis.
+        replica: Index of this replica: its rank on that axis.
         options: Further arguments of `colossalai.runtime.make_dataloader`: `shuffle`, `seed`, `drop_last`,
             `device` and others.
 
@@ -164,7 +168,7 @@ def make_chat_dataloader(
     if pack_length is not None:
         rows, join = pack(encoded.texts, pack_length), partial(collate_packed, mask_dtype=mask_dtype)
     return make_dataloader(
-        cast(Dataset[Any], rows),  # torch asks no more of one than its length and its items
+        cast(Dataset[Any], rows),  # torch needs only `__len__` and `__getitem__`
         num_replicas=num_replicas,
         replica=replica,
         batch_size=batch_size,
@@ -178,7 +182,7 @@ def _padded_length(rows: Sequence[EncodedText | PackedText], pad_token_id: int, 
         raise ValueError("a batch needs at least one row, and there is none")
     if type(pad_token_id) is not int or pad_token_id < 0:
         raise ValueError(
-            f"pad_token_id={pad_token_id!r} is no token: where the tokenizer has none, give its eos_token_id"
+            f"pad_token_id={pad_token_id!r} is not a token: if the tokenizer has none, give its eos_token_id"
         )
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of}: give at least 1")

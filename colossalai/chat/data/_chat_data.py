@@ -49,10 +49,10 @@ def chat_data(
     max_size: int | None = None,
     subset: str | None = None,
 ) -> ChatData:
-    """Read the rows of a data set and recognize what they are for.
+    """Read the rows of a data set and recognize their stage.
 
-    The first row decides on the format, and all others must have it. Without a `stage` the formats are looked
-    for in this order; keys beyond those named stay in the rows.
+    The first row determines the format, and all others must have it. Without a `stage` the formats are tried
+    in this order; keys beyond those named stay in the rows.
 
     =============  =======================  ==========================================================
     stage          format                   keys
@@ -72,13 +72,13 @@ def chat_data(
         path_or_rows: A file with a JSON list, with a JSON object on each line, or in parquet; the name
             (owner/name) of a data set in the cache of the library `datasets`, whose train split is read; or
             the rows.
-        stage: What the rows are for; None: what their keys say.
-        max_size: Read so many rows at most, the first ones.
-        subset: Which of the configurations of a data set in the cache; None: its only one.
+        stage: Stage of the rows. Default: recognized by their keys.
+        max_size: Maximum number of rows to read.
+        subset: Configuration of a data set in the cache. Default: its only one.
 
     Raises:
-        ValueError: `path_or_rows` is no such file or has no rows, a row fits no format or another one than
-            the first, `max_size` is below 1, or there is a `subset` of what has none.
+        ValueError: `path_or_rows` is not such a file or has no rows, a row fits no format or another one than
+            the first, `max_size` is below 1, or there is a `subset` for a file or rows.
     """
     if max_size is not None and max_size < 1:
         raise ValueError(f"max_size={max_size}: give at least 1, or leave it out")

@@ -1,8 +1,8 @@
-"""Tokens of dialogues and the masks of what is learned in them.
+"""Tokens of dialogues and their loss masks.
 
-A text with an answer ends with the answer's end-of-sequence token, whatever a template writes after it, so
-that a model learns to stop where it will be stopped. What is too long loses tokens of its prompt, never of
-the answer that it is there for.
+A text with an answer ends with the answer's end-of-sequence token, even if a template writes more after it,
+so that a model learns to stop where generation stops. A text that is too long is truncated in its prompt,
+never in the answer.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,21 +14,21 @@ from colossalai.chat.data._chat_data import ChatData
 from colossalai.chat.data._formats import ChatRow, ChatStage, as_chat_row, num_shared
 from colossalai.chat.data._templates import WrittenDialogue
 
-# [Note: Tokens of a text that is asked in parts]
-# The tokens of an answer's prompt must be those that the model is given when it answers: the tokens of that
-# text alone. Tokens of the whole text begin with them, mostly, and are then what the model would go on with.
-# Where a token of the whole text spans the boundary, as " An" does of "Response: " and "An apple", the next
-# piece is encoded by itself and put behind.
+# [Note: Tokens of a text that is encoded in parts]
+# The tokens of an answer's prompt must be those that the model receives at generation: the tokens of the
+# prompt alone. Tokens of the whole text mostly begin with them, and then continue as the model would. If a
+# token of the whole text spans the boundary, as " An" does for "Response: " and "An apple", the next piece is
+# encoded separately and appended.
 
 
 @dataclass(frozen=True)
 class EncodedText:
-    """Tokens of a prompt and perhaps an answer.
+    """Tokens of a prompt and an optional answer.
 
     Attributes:
         input_ids: The tokens.
-        loss_mask: For each token, whether it is learned.
-        num_cut: How many tokens of the prompt were cut.
+        loss_mask: Whether each token has a loss.
+        num_cut: Number of tokens truncated from the prompt.
     """
 
     input_ids: list[int]
@@ -40,7 +40,7 @@ class EncodedText:
 
 
 class EncodedPair(NamedTuple):
-    """A prompt with a chosen and with a rejected answer; the tokens of the prompt are the same."""
+    """A prompt with a chosen and a rejected answer; both have the same prompt tokens."""
 
     chosen: EncodedText
     rejected: EncodedText
@@ -51,11 +51,11 @@ class EncodedData:
     """The tokens of chat data; a dataset for torch's loaders.
 
     Attributes:
-        stage: What the rows are for; those of "preference" are pairs.
+        stage: Stage of the rows; those of "preference" are pairs.
         rows: The encoded rows.
-        sources: For each of them the row that it comes from, with the keys that a reward function wants.
-        num_cut: How many tokens were cut from prompts.
-        num_left_out: How many rows were left out, as their answers are too long.
+        sources: The original row of each, with the keys for a reward function.
+        num_cut: Number of tokens truncated from prompts.
+        num_left_out: Number of rows left out because their answers are too long.
     """
 
     stage: ChatStage
@@ -86,20 +86,20 @@ class EncodedData:
 
 
 def encode_sft(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int) -> EncodedText | None:
-    """Return the tokens of a row of stage "sft"; None if its answer is too long.
+    """Tokenize a row of stage "sft"; None if its answer is too long.
 
-    The answer is learned; of messages, all of the assistant's turns. A longer text is cut after its first
-    token and its system turn; an earlier answer that loses a part is not learned any more.
+    The loss is on the answer; for messages, on all of the assistant's turns. A longer text is truncated after
+    its first token and its system turn; an earlier answer that loses a part has no loss.
 
     Messages after the assistant's last one are left out: there is nothing to learn in them.
 
     Args:
-        row: A row of `chat_data`, or a mapping of one of its formats.
+        row: A row of `chat_data`, or a mapping in one of its formats.
         tokenizer: A tokenizer of transformers.
-        max_length: Most tokens of prompt and answer.
+        max_length: Maximum number of tokens of prompt and answer.
 
     Raises:
-        ChatTemplateError: `tokenizer` does not write these messages so that the answers can be found.
+        ChatTemplateError: The template of `tokenizer` rejects these messages or hides the answers in them.
         ValueError: `row` is for another stage or has no token to learn, `tokenizer` has no end-of-sequence
             token, or `max_length` is below 1.
     """
@@ -109,17 +109,17 @@ def encode_sft(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int
 def encode_preference(
     row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int
 ) -> EncodedPair | None:
-    """Return the tokens of a row of stage "preference"; None if one of its answers is too long.
+    """Tokenize a row of stage "preference"; None if one of its answers is too long.
 
-    The prompt is cut for the longer answer, in both texts alike.
+    The prompt is truncated for the longer answer, equally in both texts.
 
     Args:
-        row: A row of `chat_data`, or a mapping of one of its formats.
+        row: A row of `chat_data`, or a mapping in one of its formats.
         tokenizer: A tokenizer of transformers.
-        max_length: Most tokens of prompt and answer.
+        max_length: Maximum number of tokens of prompt and answer.
 
     Raises:
-        ChatTemplateError: `tokenizer` does not write these messages so that the answers can be found.
+        ChatTemplateError: The template of `tokenizer` rejects these messages or hides the answers in them.
         ValueError: `row` is for another stage or has no token to learn, `tokenizer` has no end-of-sequence
             token, or `max_length` is below 1.
     """
@@ -127,15 +127,15 @@ def encode_preference(
 
 
 def encode_prompt(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int) -> list[int] | None:
-    """Return the tokens that a model has to answer; None if the system turn alone is too long.
+    """Tokenize a prompt; None if the system turn alone is too long.
 
     Args:
-        row: A row of `chat_data` of stage "prompts", or a mapping of one of its formats.
+        row: A row of `chat_data` of stage "prompts", or a mapping in one of its formats.
         tokenizer: A tokenizer of transformers.
-        max_length: Most tokens of the prompt.
+        max_length: Maximum number of tokens of the prompt.
 
     Raises:
-        ChatTemplateError: `tokenizer` does not write these messages, or not with a generation prompt.
+        ChatTemplateError: The template of `tokenizer` rejects these messages or has no generation prompt.
         ValueError: `row` is for another stage or has no tokens, or `max_length` is below 1.
     """
     encoded = _encode_prompt(as_chat_row(row, "prompts"), _TextEncoder(tokenizer), _checked(max_length))
@@ -143,15 +143,15 @@ def encode_prompt(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: 
 
 
 def encode_all(data: ChatData, tokenizer: Any, max_length: int) -> EncodedData:
-    """Return the tokens of all rows that are not too long.
+    """Tokenize all rows that are not too long.
 
     Args:
         data: The rows.
         tokenizer: A tokenizer of transformers.
-        max_length: Most tokens of prompt and answer; of the prompt, for stage "prompts".
+        max_length: Maximum number of tokens of prompt and answer; of the prompt, for stage "prompts".
 
     Raises:
-        ChatTemplateError: `tokenizer` does not write the messages of a row.
+        ChatTemplateError: The template of `tokenizer` rejects the messages of a row.
         ValueError: `data` has a row without a token to learn, or only rows that are too long; `tokenizer` has
             no end-of-sequence token, or `max_length` is below 1.
     """
@@ -186,14 +186,14 @@ def _checked(max_length: int) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class _UncutText:
-    """Tokens before any are cut.
+    """Tokens before truncation.
 
     Attributes:
         input_ids: The tokens.
-        loss_mask: For each token, whether it is learned.
-        num_head: How many tokens at the beginning always stay.
-        first_answer: Where the first answer begins.
-        last_answer: Where the last one begins.
+        loss_mask: Whether each token has a loss.
+        num_head: Number of tokens at the beginning that always stay.
+        first_answer: Index of the first token of the first answer.
+        last_answer: Index of the first token of the last answer.
     """
 
     input_ids: list[int]
@@ -203,31 +203,31 @@ class _UncutText:
     last_answer: int
 
     def cut(self, num_cut: int, keep_from: int) -> EncodedText | None:
-        """Leave out tokens after the head, none from a place on; None if too few would be left."""
+        """Remove tokens after the head, none from `keep_from` on; None if too few would be left."""
         begin, end = self.num_head, self.num_head + num_cut
         if num_cut > 0 and (end > keep_from or len(self.input_ids) - num_cut < 2):
             return None
         mask = list(self.loss_mask)
-        if num_cut > 0 and mask[end - 1]:  # the rest of an answer that has lost its beginning
+        if num_cut > 0 and mask[end - 1]:  # the rest of a truncated answer
             for place in takewhile(mask.__getitem__, range(end, keep_from)):
                 mask[place] = False
         return EncodedText(self.input_ids[:begin] + self.input_ids[end:], mask[:begin] + mask[end:], num_cut)
 
 
 class _TextEncoder:
-    """Tokens of written dialogues, with what a tokenizer puts at the beginning and the end."""
+    """Tokenizer of dialogues, with the special tokens at the beginning and the end."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        first = tokenizer("")["input_ids"][:1]  # what the tokenizer puts before each text by itself
+        first = tokenizer("")["input_ids"][:1]  # token that the tokenizer adds before each text
         self._first: list[int] = first if first == [tokenizer.bos_token_id] else []
 
     def prompt(self, row: ChatRow) -> _UncutText:
-        """Return the tokens that a model has to answer."""
+        """Tokenize a prompt."""
         return self._tokens_of(row.dialogue.write_prompt(self._tokenizer, row.place))
 
     def answered(self, row: ChatRow, answer: int) -> _UncutText:
-        """Return the tokens of a prompt and an answer, of which some are learned."""
+        """Tokenize a prompt and an answer, with the loss mask."""
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
                 "the tokenizer has no end-of-sequence token, so a model cannot learn where an answer ends; "
@@ -237,7 +237,7 @@ class _TextEncoder:
         found = self._tokens_of(written)
         ids = self._ended(found.input_ids, found.last_answer)
         mask = found.loss_mask[: len(ids)] + [True] * (len(ids) - len(found.loss_mask))
-        if not any(mask[1:]):  # the first token is not predicted from anything
+        if not any(mask[1:]):  # the first token has no loss: nothing predicts it
             raise ValueError(f"{row.place}: there is no token to learn: prompt and answer are empty")
         return _UncutText(
             input_ids=ids,
@@ -248,7 +248,7 @@ class _TextEncoder:
         )
 
     def _tokens_of(self, written: WrittenDialogue) -> _UncutText:
-        # See [Note: Tokens of a text that is asked in parts]
+        # See [Note: Tokens of a text that is encoded in parts]
         text = ""
         ids: list[int] = []
         mask: list[bool] = []
@@ -270,7 +270,7 @@ class _TextEncoder:
         )
 
     def _num_head(self, ids: list[int], written: WrittenDialogue) -> int:
-        """Count the tokens of the head: those that the head's own tokens begin with, too."""
+        """Return the number of tokens shared by the head and the text."""
         head = self._encode(written.head, written)
         has_bos = ids[:1] == [self._tokenizer.bos_token_id]  # a template may write it, as a tokenizer does
         return max(num_shared(head, ids), int(has_bos))
@@ -286,7 +286,7 @@ class _TextEncoder:
         return ids
 
     def _ended(self, ids: list[int], begin: int) -> list[int]:
-        """Return tokens with the end-of-sequence token at their end.
+        """Append the end-of-sequence token, if it is missing.
 
         Some templates end an answer with it and a line break; others end turns with another token, or none.
         """
@@ -314,7 +314,7 @@ def _encode_prompt(row: ChatRow, encoder: _TextEncoder, max_length: int) -> Enco
     found = encoder.prompt(row)
     if not found.input_ids:
         raise ValueError(f"{row.place}: the prompt has no tokens; a model cannot answer it")
-    # One token after the head stays, so that something is asked.
+    # One token after the head stays, so that the prompt is not empty.
     return found.cut(max(len(found.input_ids) - max_length, 0), len(found.input_ids) - 1)
 
 

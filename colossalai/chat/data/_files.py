@@ -1,8 +1,7 @@
 """Rows of a data set with their places: JSON lists, JSON lines, parquet, and the cache of `datasets`.
 
-A row comes with the words that name where it stands ("data.jsonl:17"), for every later complaint. Lines end
-at line feeds alone: other characters that Unicode counts as line ends may stand inside a JSON string. Nothing
-is downloaded.
+Each row has a text with its place in the source ("data.jsonl:17"), for error messages. Lines end at line
+feeds only: other line separators of Unicode may occur inside a JSON string. Nothing is downloaded.
 """
 
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 PlacedRow = tuple[str, Any]
-"""Where a row stands, and the row as it was read."""
+"""Place of a row, and the row as it was read."""
 
 _PARQUET_MAGIC = b"PAR1"
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -44,7 +43,7 @@ def read_rows(path: str | os.PathLike[str], subset: str | None = None) -> Iterat
 
 
 def numbered(rows: Iterable[Any], source: str = "") -> Iterator[PlacedRow]:
-    """Yield rows with their numbers in a list."""
+    """Yield rows with their indices in a list."""
     for number, row in enumerate(rows):
         yield f"{source}row {number} (the first is 0)", row
 
@@ -62,11 +61,11 @@ def _json_rows(file: Path) -> Iterator[PlacedRow]:
 def _decoded(file: Path) -> str:
     content = file.read_bytes()
     try:
-        return content.decode("utf-8-sig")  # without the mark that some editors write first
+        return content.decode("utf-8-sig")  # drops a byte order mark
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
         raise ValueError(
-            f"{file}:{line}: this is no UTF-8 text ({error.reason}); save it as UTF-8"
+            f"{file}:{line}: this is not UTF-8 text ({error.reason}); save it as UTF-8"
         ) from error
 
 
@@ -101,7 +100,7 @@ def _cached_rows(name: str, subset: str | None) -> Iterator[PlacedRow]:
         import datasets
     except ModuleNotFoundError as error:
         raise ValueError(
-            f"{name}: there is no such file, and the cache of the library datasets cannot be asked, as it is "
+            f"{name}: there is no such file, and the cache of the library datasets cannot be read, as it is "
             "not installed: give a file, or pip install datasets"
         ) from error
     with _offline():
@@ -118,9 +117,9 @@ def _cached_rows(name: str, subset: str | None) -> Iterator[PlacedRow]:
 
 @contextmanager
 def _offline() -> Iterator[None]:
-    """Let no request of the libraries `datasets` and `huggingface_hub` out.
+    """Disable all requests of the libraries `datasets` and `huggingface_hub`.
 
-    They read the environment when they are imported, so their own switches are set, and set back.
+    They read the environment at import, so their own switches are set and restored.
     """
     import datasets
     from huggingface_hub import constants

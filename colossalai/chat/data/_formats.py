@@ -1,7 +1,7 @@
 """Row formats of chat data sets: recognized by their keys, and lowered to dialogues.
 
 A format is a stage of training, the keys that a row must have, and a function that checks a row's values and
-makes a dialogue of them. Every complaint names the row's place and what was expected there.
+converts it to a dialogue. Every error has the row's place and the expected value.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,7 +13,7 @@ from colossalai.chat.data._templates import ChatDialogue, Dialogue, Messages, Pl
 from colossalai.inference import alpaca_prompt
 
 ChatStage = Literal["sft", "preference", "prompts"]
-"""What rows are for: answers to learn, pairs to prefer one of, or questions alone."""
+"""Stage of rows: answers to learn, pairs with a preferred answer, or prompts alone."""
 
 _ASSISTANT = "\n\nAssistant:"
 _MESSAGES = "a list of at least one {role, content}, both texts"
@@ -21,12 +21,12 @@ _MESSAGES = "a list of at least one {role, content}, both texts"
 
 @dataclass(frozen=True, eq=False)
 class ChatRow(Mapping[str, Any]):
-    """A row of chat data: a mapping that cannot be changed, with all keys that the row came with.
+    """A row of chat data: an immutable mapping with all keys of the original row.
 
     Attributes:
         record: The keys and values.
-        place: Where the row stands, for errors.
-        stage: What it is for.
+        place: Place of the row in its source, for errors.
+        stage: Its stage.
         dialogue: Its prompt and answers.
     """
 
@@ -47,15 +47,15 @@ class ChatRow(Mapping[str, Any]):
 
 @dataclass(frozen=True, kw_only=True)
 class RowFormat:
-    """One way in which rows are written down.
+    """Format of rows.
 
     Attributes:
-        name: What `ChatData.format` calls it.
-        stage: What such rows are for.
+        name: Value of `ChatData.format`.
+        stage: Stage of the rows.
         keys: The keys that a row must have.
-        has_messages: Whether the last key's value is a list of messages, not a text: it tells formats with
-            the same keys apart.
-        lower: Makes a dialogue of a row, given its place for errors.
+        has_messages: Whether the last key's value is a list of messages instead of a text; distinguishes
+            formats with the same keys.
+        lower: Converts a row to a dialogue, given its place for errors.
     """
 
     name: str
@@ -68,15 +68,15 @@ class RowFormat:
         return f"{{{', '.join(self.keys)}}} ({self.name})"
 
     def is_of(self, row: Mapping[str, Any]) -> bool:
-        """Return whether a row has all the keys; a key without a value, as in a table, is none."""
+        """Return whether a row has all the keys; a key whose value is None, as in a table, is missing."""
         return all(row.get(key) is not None for key in self.keys)
 
     def read(self, row: Any, place: str) -> ChatRow:
-        """Return a row that has been checked.
+        """Check a row and return it.
 
         Args:
             row: The row as it was read.
-            place: Where it stands, for errors.
+            place: Place of the row in its source, for errors.
 
         Raises:
             ValueError: `row` has other keys than the format, or values of other types.
@@ -96,8 +96,8 @@ def recognize(row: Any, place: str, stage: ChatStage | None = None) -> RowFormat
 
     Args:
         row: The row as it was read.
-        place: Where it stands, for errors.
-        stage: Look only at the formats of this stage.
+        place: Place of the row in its source, for errors.
+        stage: Try only the formats of this stage.
 
     Raises:
         ValueError: `row` fits no format, or there is no such `stage`.
@@ -120,7 +120,7 @@ def recognize(row: Any, place: str, stage: ChatStage | None = None) -> RowFormat
 
 
 def as_chat_row(row: Mapping[str, Any], stage: ChatStage) -> ChatRow:
-    """Return a row that is for a stage, from a `ChatRow` or any mapping.
+    """Return a row of a stage, from a `ChatRow` or any mapping.
 
     Raises:
         ValueError: `row` fits no format of the stage, or was read for another one.
@@ -158,7 +158,7 @@ def _encodable(text: str, key: str, place: str) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(
-            f"{place}: character {error.start} of {key!r} is half of a surrogate pair, which is no character"
+            f"{place}: character {error.start} of {key!r} is half of a surrogate pair, not a character"
         ) from error
     return text
 
@@ -197,12 +197,12 @@ def _lower_completion(row: Mapping[str, Any], place: str) -> Dialogue:
 
 def _lower_chat(row: Mapping[str, Any], place: str) -> Dialogue:
     messages = _messages(row, "messages", place)
-    # All of the assistant's turns are learned: they are in the answer, and so the prompt has no messages.
+    # All of the assistant's turns have a loss: they are in the answer, and so the prompt has no messages.
     return ChatDialogue(prompt=(), answers=(_answering(messages, "messages", 0, place),))
 
 
 def _answering(messages: Messages, key: str, begin: int, place: str) -> Messages:
-    """Return the messages from one on, of which one at least is the assistant's."""
+    """Return the messages from `begin` on, with at least one of the assistant."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[begin:]:
         raise ValueError(
@@ -210,7 +210,7 @@ def _answering(messages: Messages, key: str, begin: int, place: str) -> Messages
         )
     if begin == 0 and roles[0] == "assistant":
         raise ValueError(
-            f"{place}: {key!r} begins with the assistant, which was asked nothing; roles: {roles}"
+            f"{place}: {key!r} begins with the assistant, without a question before it; roles: {roles}"
         )
     return messages[begin:]
 
@@ -235,7 +235,7 @@ def _lower_dialogue_pair(row: Mapping[str, Any], place: str) -> Dialogue:
 def _lower_message_pair(row: Mapping[str, Any], place: str) -> Dialogue:
     chosen, rejected = _messages(row, "chosen", place), _messages(row, "rejected", place)
     chosen, rejected = (_asked(row, messages, place) for messages in (chosen, rejected))
-    # What both share is the prompt, up to where both go on with the assistant.
+    # The prompt is the common part, up to the point where both continue with the assistant.
     begin = num_shared(chosen, rejected)
     last = min(len(chosen), len(rejected)) - 1
     begin = min(begin, last)
@@ -244,7 +244,7 @@ def _lower_message_pair(row: Mapping[str, Any], place: str) -> Dialogue:
     if begin == 0:
         raise ValueError(
             f"{place}: 'chosen' and 'rejected' share no messages before an answer; expected the same "
-            "question and two answers of the assistant, or the answers alone beside a 'prompt'"
+            "question and two answers of the assistant, or the answers alone and a 'prompt'"
         )
     answers = tuple(
         _answering(messages, key, begin, place)
@@ -254,7 +254,7 @@ def _lower_message_pair(row: Mapping[str, Any], place: str) -> Dialogue:
 
 
 def _asked(row: Mapping[str, Any], messages: Messages, place: str) -> Messages:
-    """Return a conversation with its `prompt` before it, unless it has it already."""
+    """Return a conversation with its `prompt` before it, unless it is there already."""
     if row.get("prompt") is None:
         return messages
     if isinstance(row["prompt"], str):
@@ -275,7 +275,7 @@ def _asked(row: Mapping[str, Any], messages: Messages, place: str) -> Messages:
 
 
 def num_shared(left: Sequence[Any], right: Sequence[Any]) -> int:
-    """Return how many items two sequences begin with alike."""
+    """Return the number of common items at the beginning of two sequences."""
     pairs = zip(left, right, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
@@ -290,7 +290,7 @@ def _lower_prompt(row: Mapping[str, Any], place: str) -> Dialogue:
 
 def _lower_question(row: Mapping[str, Any], place: str) -> Dialogue:
     messages = _messages(row, "messages", place)
-    # A conversation that has been answered is asked again: its last answer stays in the row only.
+    # The prompt of an answered conversation excludes its last answer, which stays in the row only.
     end = len(messages)
     while end > 0 and messages[end - 1]["role"] == "assistant":
         end -= 1
@@ -345,4 +345,4 @@ ROW_FORMATS = (
     RowFormat(name="prompt", stage="prompts", keys=("prompt",), has_messages=False, lower=_lower_prompt),
     RowFormat(name="messages", stage="prompts", keys=("messages",), has_messages=True, lower=_lower_question),
 )
-"""All formats, in the order in which they are looked for."""
+"""All formats, in the order in which they are tried."""

@@ -1,8 +1,7 @@
-"""Packing: several texts in one sequence, none of which sees another.
+"""Packing: several texts in one sequence, with attention within each text only.
 
-Texts are packed first-fit decreasing (Johnson, 1973): longest first, each into the first sequence that has
-room. Positions begin anew with each text, and attention stays within it, so that the loss of a text is what
-it is alone.
+Texts are packed first-fit decreasing (Johnson, 1973): longest first, each into the first sequence with enough
+room. Positions restart with each text, and attention stays within it, so the loss of a text is unchanged.
 """
 
 from collections.abc import Sequence
@@ -20,11 +19,11 @@ class PackedText:
 
     Attributes:
         input_ids: The tokens.
-        loss_mask: For each token, whether it is learned; never the first one of a text, which would be
+        loss_mask: Whether each token has a loss; False for the first token of a text, which would be
             predicted from another text.
-        position_ids: The place of each token in its text.
-        segment_ids: The number of each token's text in this sequence.
-        members: The numbers of the texts among those that were packed.
+        position_ids: Position of each token in its text.
+        segment_ids: Index of each token's text in this sequence.
+        members: Indices of the texts among all packed ones.
     """
 
     input_ids: list[int]
@@ -38,13 +37,13 @@ class PackedText:
 
 
 def pack(encoded: Sequence[EncodedText], max_length: int) -> tuple[PackedText, ...]:
-    """Put texts together into as few sequences as first-fit decreasing finds.
+    """Pack texts into sequences by first-fit decreasing.
 
-    The result depends on the texts and their order alone.
+    The result depends on the texts and their order only.
 
     Args:
         encoded: The texts.
-        max_length: Most tokens of a sequence.
+        max_length: Maximum number of tokens of a sequence.
 
     Raises:
         ValueError: A text in `encoded` is longer than `max_length`.
@@ -59,7 +58,7 @@ def pack(encoded: Sequence[EncodedText], max_length: int) -> tuple[PackedText, .
                 f"text {number} has {length} tokens, more than max_length={max_length}: encode with the same "
                 "max_length"
             )
-        if length != last_length:  # among texts of one length, what was too full for the one before stays so
+        if length != last_length:  # for texts of equal length, sequences that were too full before stay so
             first, last_length = 0, length
         while first < len(bins) and rooms[first] < length:
             first += 1
@@ -85,19 +84,19 @@ def _joined(encoded: Sequence[EncodedText], members: Sequence[int]) -> PackedTex
 
 
 def packed_attention_mask(segment_ids: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
-    """Return the mask of causal attention that stays within each text.
+    """Return the mask of causal attention within each text.
 
-    It goes to models of transformers as their `attention_mask`. Their `sdpa` attention takes booleans; their
-    `eager` attention adds the mask to the scores and needs one in the model's dtype.
+    It is the `attention_mask` of models of transformers. Their `sdpa` attention takes booleans; their `eager`
+    attention adds the mask to the scores and needs it in the model's dtype.
 
     Args:
-        segment_ids: (batch, length), or (length,) for one sequence. Padding with a number of its own sees
-            padding alone: a token that saw nothing at all would make a NaN.
-        dtype: A floating dtype: 0 where a token is seen and the dtype's least number elsewhere; None:
-            booleans, True where a token is seen.
+        segment_ids: (batch, length), or (length,) for one sequence. Padding with an index of its own attends
+            to padding only: a token without any visible token would cause a NaN.
+        dtype: A floating dtype: 0 for visible tokens, and the dtype's minimum for all others. None: booleans,
+            True for visible tokens.
 
     Returns:
-        (batch, 1, length, length): a row for each query, a column for each key.
+        (batch, 1, length, length): rows are queries, columns are keys.
     """
     rows = segment_ids if segment_ids.dim() == 2 else segment_ids.unsqueeze(0)
     same_text = rows.unsqueeze(2) == rows.unsqueeze(1)  # (batch, query, key)

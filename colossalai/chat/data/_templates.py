@@ -1,7 +1,7 @@
 """Texts of dialogues: plain ones, and a tokenizer's own chat template applied turn by turn.
 
-A dialogue is a prompt and the answers to it. It is written as pieces of text of which some are learned; the
-text up to an answer is exactly what a model is given when it has to answer.
+A dialogue is a prompt and its answers. It is written as pieces of text, some of which have a loss; the text
+up to an answer is exactly the input of a model at generation.
 """
 
 from abc import ABC, abstractmethod
@@ -17,12 +17,12 @@ _PROBE = "an answer"
 
 
 class ChatTemplateError(ValueError):
-    """A tokenizer's chat template that does not write these messages, or not so that they can be learned."""
+    """A tokenizer's chat template rejects these messages, or its answers cannot be located."""
 
 
 @dataclass(frozen=True)
 class TextPiece:
-    """A piece of a dialogue's text, and whether it is learned."""
+    """A piece of a dialogue's text, and whether it has a loss."""
 
     text: str
     is_learned: bool
@@ -34,9 +34,9 @@ class WrittenDialogue:
 
     Attributes:
         pieces: The pieces of the text in order.
-        head: The beginning of the text that stays when the prompt is too long: the system turn.
-        has_special_tokens: Whether the text names the special tokens itself, as chat templates do; otherwise
-            the tokenizer's first token goes before it.
+        head: The beginning of the text that is never truncated: the system turn.
+        has_special_tokens: Whether the text contains the special tokens itself, as chat templates do;
+            otherwise the tokenizer's first token is added before it.
     """
 
     pieces: tuple[TextPiece, ...]
@@ -49,14 +49,14 @@ class Dialogue(ABC):
 
     @abstractmethod
     def write_prompt(self, tokenizer: Any, place: str) -> WrittenDialogue:
-        """Return the text that a model has to answer.
+        """Return the text of the prompt, ready for an answer.
 
         Args:
             tokenizer: A tokenizer of transformers.
-            place: Where the row stands, for errors.
+            place: Place of the row in its source, for errors.
 
         Raises:
-            ChatTemplateError: `tokenizer` does not write these messages.
+            ChatTemplateError: The template of `tokenizer` rejects these messages.
         """
 
     @abstractmethod
@@ -66,20 +66,21 @@ class Dialogue(ABC):
         Args:
             answer: Number of the answer.
             tokenizer: A tokenizer of transformers.
-            place: Where the row stands, for errors.
+            place: Place of the row in its source, for errors.
 
         Raises:
-            ChatTemplateError: `tokenizer` does not write these messages so that answers can be found.
+            ChatTemplateError: The template of `tokenizer` rejects these messages or hides the answers in
+                them.
         """
 
     @abstractmethod
     def with_answer(self, text: str) -> "Dialogue":
-        """Return the prompt with an answer to it."""
+        """Return the prompt with the given answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainDialogue(Dialogue):
-    """A dialogue of plain texts, which are put together as they are."""
+    """A dialogue of plain texts, which are concatenated."""
 
     prompt: str
     answers: tuple[str, ...] = ()
@@ -94,22 +95,22 @@ class PlainDialogue(Dialogue):
         return WrittenDialogue(pieces=pieces, has_special_tokens=False)
 
     def with_answer(self, text: str) -> Dialogue:
-        """Return the prompt with an answer to it."""
+        """Return the prompt with the given answer."""
         return replace(self, answers=(text,))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatDialogue(Dialogue):
-    """A dialogue of messages, which the tokenizer's chat template writes.
+    """A dialogue of messages, written by the tokenizer's chat template.
 
-    The assistant's turns in an answer are learned, those in the prompt are not.
+    The assistant's turns in an answer have a loss, those in the prompt do not.
     """
 
     prompt: Messages
     answers: tuple[Messages, ...] = ()
 
     def write_prompt(self, tokenizer: Any, place: str) -> WrittenDialogue:
-        """Return the prompt, up to where the assistant begins."""
+        """Return the prompt, up to the beginning of the assistant's message."""
         text = _write_up_to_answer(self.prompt, tokenizer, place)
         return WrittenDialogue(
             pieces=(TextPiece(text, False),),
@@ -117,8 +118,8 @@ class ChatDialogue(Dialogue):
             has_special_tokens=True,
         )
 
-    # The template says nowhere which of its text is whose. So it is applied to the messages before each
-    # answer and to those up to it: the answer, and what ends it, is what the second text has more.
+    # The template does not mark the author of its text. So it is applied to the messages before each answer
+    # and to those up to it: the answer and its end are the difference.
     def write(self, answer: int, tokenizer: Any, place: str) -> WrittenDialogue:
         """Return the prompt and an answer, up to the assistant's last turn."""
         messages = self.prompt + self.answers[answer]
@@ -131,10 +132,10 @@ class ChatDialogue(Dialogue):
             answered = _apply_template(messages[: turn + 1], tokenizer, place)
             if not (asked.startswith(text) and answered.startswith(asked)):
                 raise ChatTemplateError(
-                    f"{place}: the tokenizer's chat template writes what is before message {turn} otherwise "
-                    "when that message follows, so what a model is to learn there is not what it would be "
-                    "asked; split the row so that it ends with its first answer, or give the tokenizer a "
-                    "template that only ever appends"
+                    f"{place}: the tokenizer's chat template writes the text before message {turn} otherwise "
+                    "when that message follows, so the prompt in training would differ from the prompt in "
+                    "generation; split the row so that it ends with its first answer, or give the tokenizer "
+                    "a template that only ever appends"
                 )
             pieces += [TextPiece(asked[len(text) :], False), TextPiece(answered[len(asked) :], True)]
             text = answered
@@ -168,7 +169,8 @@ def _apply_template(messages: Messages, tokenizer: Any, place: str, *, asks: boo
 def _write_up_to_answer(messages: Messages, tokenizer: Any, place: str) -> str:
     """Return the messages and the generation prompt.
 
-    A template may do without a generation prompt only if it writes nothing between a question and its answer.
+    A template without a generation prompt is accepted only if it writes nothing between a question and its
+    answer.
     """
     asked = _apply_template(messages, tokenizer, place, asks=True)
     if asked == _apply_template(messages, tokenizer, place):
@@ -176,20 +178,20 @@ def _write_up_to_answer(messages: Messages, tokenizer: Any, place: str) -> str:
         answered = _apply_template(probe, tokenizer, place)
         if not (answered.startswith(asked) and answered[len(asked) :].lstrip().startswith(_PROBE)):
             raise ChatTemplateError(
-                f"{place}: the tokenizer's chat template has no generation prompt: it does not say with what "
-                "an answer begins; give it one that heeds add_generation_prompt"
+                f"{place}: the tokenizer's chat template has no generation prompt, the beginning of an "
+                "answer; give a template that heeds add_generation_prompt"
             )
     return asked
 
 
 def _write_head(messages: Messages, text: str, tokenizer: Any, place: str) -> str:
-    """Return the system turn as it stands at the beginning of a text; "" if there is none."""
+    """Return the system turn at the beginning of a text; "" if there is none."""
     if messages[0]["role"] not in _SYSTEM_ROLES:
         return ""
     try:
         alone = _apply_template(messages[:1], tokenizer, place)
     except ChatTemplateError:
-        alone = ""  # some templates take the system's words as a part of the first question only
+        alone = ""  # some templates include the system message in the first question only
     if alone and text.startswith(alone):
         return alone
     words = messages[0]["content"].strip()

@@ -1,7 +1,7 @@
-"""Made-up chat data that small models learn in minutes: sums, copying, sorting, in English and Chinese.
+"""Synthetic chat data that small models learn in minutes: sums, copying, sorting, in English and Chinese.
 
-Whether a question is for training or for testing depends on a hash of its own text, never on the seed: no
-data of split "train" has a question of split "test".
+A hash of its own text assigns a question to training or testing, independent of the seed: no data of split
+"train" has a question of split "test".
 """
 
 import hashlib
@@ -44,19 +44,19 @@ def make_toy_data(
     language: ToyLanguage = "en",
     split: ToySplit = "train",
 ) -> list[dict[str, Any]]:
-    """Return made-up rows, which `chat_data` takes.
+    """Return synthetic rows for `chat_data`.
 
-    The same arguments give the same rows in any process. Questions come again where more rows are wanted than
-    there are: of sums there are some 400.
+    The same arguments give the same rows in any process. Questions repeat if more rows are requested than
+    exist, about 400 for sums.
 
     Args:
-        kind: "sums": `3+4=` and `7`; "copy": letters again; "sort": letters, or Chinese digits, in order.
+        kind: "sums": `3+4=` and `7`; "copy": the same letters; "sort": letters, or Chinese digits, in order.
         count: Number of rows.
         seed: Seed of the questions.
         stage: "sft": prompt and completion; "preference": prompt, chosen and a wrong answer as rejected;
             "prompts": the prompt. All have the right answer as `answer`.
         language: "en" or "zh".
-        split: "train", or "test" for questions that no training data has.
+        split: "train", or "test" for questions outside the training data.
 
     Raises:
         ValueError: `count` is below 1, or `kind`, `stage`, `language` or `split` is none of those named.
@@ -77,9 +77,9 @@ def make_toy_data(
 
 
 def make_toy_tokenizer() -> Any:
-    """Return a tokenizer of transformers with a token for each character that toy data has.
+    """Return a tokenizer of transformers with a token for each character of toy data.
 
-    A text begins with `<s>` and ends with `</s>`; its chat template writes a turn on each line. It needs the
+    A text begins with `<s>` and ends with `</s>`; its chat template writes one turn per line. It requires the
     libraries transformers and tokenizers.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors

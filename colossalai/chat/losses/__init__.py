@@ -1,9 +1,8 @@
 """Losses of fine-tuning and of RLHF: pure functions of tensors.
 
-`logp` is always the log-probability of a token that is there, (batch, length), and `mask` says which of them
-count. What a target is made of (`old_logp`, `advantages`, `returns`, the reference) gets no gradient. Means
-take the divisor of a whole batch, so that the losses of microbatches, or of ranks, add up to that of the
-batch.
+`logp` is always the log-probability of the given token, (batch, length), and `mask` selects the tokens that
+count. Inputs of a target (`old_logp`, `advantages`, `returns`, the reference) get no gradient. Means take the
+divisor of a whole batch, so that the losses of microbatches, or of ranks, add up to the loss of the batch.
 """
 
 from colossalai.chat.losses._grpo import group_advantages as group_advantages

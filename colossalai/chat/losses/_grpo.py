@@ -1,7 +1,7 @@
 """Group relative policy optimization (2402.03300) and its relatives: advantages without a critic.
 
-Each prompt has a group of completions, and the advantage of one is its reward against those of its group.
-The loss is that of PPO, in the ways in which the papers differ:
+Each prompt has a group of completions, and the advantage of one is its reward relative to the group. The loss
+is that of PPO, in the variants of the papers:
 
     GRPO        2402.03300      level="token"       normalize="sequence"
     DAPO        2503.14476      level="token"       normalize="batch", epsilon_high=0.28
@@ -31,15 +31,15 @@ def group_advantages(
 ) -> Tensor:
     """Return the advantage of each completion over its group: reward - mean, over the deviation.
 
-    The deviation is the sample's, with the divisor n - 1, and 1e-4 is added to it, as in TRL. Rewards that
-    are all equal give exact zeros.
+    The deviation is the sample's, with the divisor n - 1, and 1e-4 is added to it, as in TRL. Equal rewards
+    give exact zeros.
 
     Args:
         rewards: (batch,), the completions of one prompt next to each other.
-        group_size: How many completions a prompt has, at least 2.
-        scale: Divide by the deviation of the "group" (2402.03300), of the whole "batch" (2508.08221), or by
-            "none" (2503.20783), which does not favour prompts that are too easy or too hard. A batch that is
-            spread over ranks has to be gathered for "batch".
+        group_size: Number of completions of a prompt, at least 2.
+        scale: Divisor: the deviation of the "group" (2402.03300), of the whole "batch" (2508.08221), or
+            "none" (2503.20783), which does not favour prompts that are too easy or too hard. For "batch",
+            gather a batch that is distributed over ranks first.
 
     Returns:
         (batch,), float32 or better, without gradient.
@@ -57,7 +57,7 @@ def group_advantages(
             "groups"
         )
     groups = widen(rewards).view(-1, group_size)
-    # Counted from the first of the group: equal rewards are 0 before the mean can round them.
+    # Relative to the first of the group, so that equal rewards are exactly 0.
     centred = groups - groups[:, :1]
     centred = centred - centred.mean(1, keepdim=True)
     if scale == "group":
@@ -85,31 +85,31 @@ def grpo_loss(  # noqa: PLR0913 - four tensors, and how the papers differ
     num_tokens: Divisor | None = None,
     num_sequences: Divisor | None = None,
 ) -> Tensor:
-    """Return the loss of GRPO, or of a relative of it; see the head of the module.
+    """Return the loss of GRPO, or of a variant of it; see the module docstring.
 
     At each token it is -min(r A, clip(r, 1 - epsilon, 1 + epsilon_high) A) + kl_coef k3. A sequence without
-    any token has no loss, and counts as a sequence.
+    tokens has a loss of 0, and counts as a sequence.
 
     Args:
         logp: (batch, length), of the policy in training.
         old_logp: (batch, length), of the policy that drew the tokens; gets no gradient.
         advantages: (batch,), or (batch, length); get no gradient.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens that were drawn.
+        mask: (batch, length), boolean or 0 and 1: the drawn tokens.
         epsilon: Ratios have no gradient below 1 - epsilon.
-        epsilon_high: Nor above 1 + epsilon_high; it may itself be above 1. Default: `epsilon`.
+        epsilon_high: Ratios have no gradient above 1 + epsilon_high, which may exceed 1. Default: `epsilon`.
         level: The ratio r of a "token" is its own, or, for all tokens of a "sequence", exp of the mean of
             logp - old_logp over them.
         normalize: "batch": the mean over all tokens. "sequence": the mean over the tokens of a sequence, then
             over the sequences. "constant": the sum divided by sequences times `max_length`.
-        max_length: The longest completion that may be drawn, for "constant" only.
+        max_length: Maximum length of a drawn completion, for "constant" only.
         ref_logp: (batch, length), of the reference; gets no gradient. Only used if `kl_coef` is not 0.
-        kl_coef: Of k3, the third estimator of `kl`; at least 0.
-        num_tokens: The divisor for "batch" if this is a part of one: `mask.sum()`, summed over all parts.
-        num_sequences: The same for "sequence" and "constant": the sequences of all parts.
+        kl_coef: Coefficient of k3, the third estimator of `kl`; at least 0.
+        num_tokens: Divisor for "batch" if this is a part of one: `mask.sum()`, summed over all parts.
+        num_sequences: Divisor for "sequence" and "constant" in this case: the sequences of all parts.
 
     Raises:
-        ValueError: `logp`, `old_logp`, `advantages`, `mask` and `ref_logp` do not fit in shape, an option is
-            unknown, out of its range, missing, or of no effect with the others, or no token counts and the
+        ValueError: `logp`, `old_logp`, `advantages`, `mask` and `ref_logp` differ in shape, an option is
+            unknown, out of range, missing, or has no effect with the others, or no token counts and the
             divisor is not given.
     """
     mask = token_mask(mask, logp=logp, old_logp=old_logp)
@@ -143,7 +143,7 @@ def grpo_loss(  # noqa: PLR0913 - four tensors, and how the papers differ
 
 
 def _reference_penalty(logp: Tensor, ref_logp: Tensor | None, mask: Tensor, kl_coef: float) -> Tensor | float:
-    """Return kl_coef k3 at each token, 0 where the mask is False, as logp is there already."""
+    """Return kl_coef k3 at each token, 0 where the mask is False, for a masked `logp`."""
     if not kl_coef >= 0.0:
         raise ValueError(f"kl_coef is {kl_coef}; it must be at least 0")
     if kl_coef == 0.0:
@@ -163,12 +163,12 @@ def _normalized(
     num_tokens: Divisor | None,
     num_sequences: Divisor | None,
 ) -> Tensor:
-    """Return the mean of losses that are 0 where there is no token; the options are those of `grpo_loss`.
+    """Return the mean of losses that are 0 without a token; the options are those of `grpo_loss`.
 
     Args:
         losses: (batch, length).
-        counts: (batch, 1), the tokens of each sequence.
-        normalize: Which mean.
+        counts: (batch, 1), number of tokens of each sequence.
+        normalize: Kind of mean.
         max_length: For "constant".
         num_tokens: For "batch".
         num_sequences: For the others.
@@ -186,5 +186,5 @@ def _normalized(
     if normalize == "batch":
         return divide(losses.sum(), counts.sum(), num_tokens, name="num_tokens")
     per_sequence = losses.sum(1) / (max_length or counts.squeeze(1).clamp(min=1))
-    # A batch without any token is refused, as everywhere; a sequence without tokens is one with a loss of 0.
+    # A batch without any token is an error, as in all losses; a sequence without tokens has a loss of 0.
     return divide(per_sequence.sum(), counts.any() * len(counts), num_sequences, name="num_sequences")

@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from samples, and the rewards that it penalizes.
+"""Estimators of the KL divergence from samples, and KL-penalized rewards.
 
 With d = log pi(x) - log pi_ref(x) at a token x that the policy pi drew, the estimators of KL(pi | pi_ref) by
 J. Schulman ("Approximating KL Divergence", joschu.net/blog/kl-approx.html, 2020) are
@@ -19,16 +19,16 @@ from colossalai.chat.losses._masked import fill_masked, require_shapes, token_ma
 def kl(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3"] = "k1") -> Tensor:
     """Return an estimate of the KL divergence of the policy from the reference at each token.
 
-    Gradients go to both. The estimators are of the divergence; the gradient of k1 or k3 is not an estimate of
-    the gradient of the divergence.
+    Both inputs get gradients. The values are estimates of the divergence; the gradient of k1 or k3 is not an
+    estimate of the gradient of the divergence.
 
     Args:
         logp: Of the policy that drew the tokens; (batch, length), or any shape.
         ref_logp: Of the reference, of the same shape.
-        kind: Which estimator; see the head of the module.
+        kind: The estimator; see the module docstring.
 
     Returns:
-        The shape of `logp`, float32 or better. A k3 beyond the range of its type is infinity.
+        The shape of `logp`, float32 or better. A k3 beyond the range of its dtype is infinity.
 
     Raises:
         ValueError: `logp` and `ref_logp` differ in shape, or `kind` is unknown.
@@ -43,7 +43,7 @@ def kl(logp: Tensor, ref_logp: Tensor, kind: Literal["k1", "k2", "k3"] = "k1") -
     if kind == "k2":
         return 0.5 * difference.square()
     if kind == "k3":
-        # expm1 keeps what exp(-d) - 1 loses where the policy is near the reference.
+        # expm1 is accurate for a policy near the reference, where exp(-d) - 1 cancels.
         return torch.expm1(-difference) + difference
     raise ValueError(f"kind is {kind!r}; it must be 'k1', 'k2' or 'k3'")
 
@@ -54,23 +54,23 @@ def sequence_rewards(
 ) -> Tensor:
     """Return the reward of each sequence, less its KL penalty: `reward - kl_coef * sum(logp - ref_logp)`.
 
-    By default the penalty is the k1 estimate summed over the tokens, so that it is beta log(pi / pi_ref) of
-    the whole completion (2203.02155, equation 2), and the sum of what `token_rewards` gives. With `mean` it
-    is the mean over the tokens, which costs a long completion no more than a short one.
+    By default the penalty is the k1 estimate summed over the tokens: beta log(pi / pi_ref) of the whole
+    completion (2203.02155, equation 2), equal to the sum of `token_rewards`. With `mean` it is the mean over
+    the tokens, which does not grow with the length of a completion.
 
     Args:
         reward: (batch,), of the reward model.
         logp: (batch, length), of the policy that drew the tokens.
         ref_logp: (batch, length), of the reference.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens that were drawn.
-        kl_coef: Of the penalty; 0 for none.
-        mean: Take the mean over the tokens, not the sum.
+        mask: (batch, length), boolean or 0 and 1: the drawn tokens.
+        kl_coef: Coefficient of the penalty; 0 for none.
+        mean: Whether to take the mean over the tokens instead of the sum.
 
     Returns:
         (batch,), float32 or better, without gradient. A sequence without tokens has no penalty.
 
     Raises:
-        ValueError: `logp`, `ref_logp`, `mask` and `reward` do not fit in shape, or `kl_coef` is below 0.
+        ValueError: `logp`, `ref_logp`, `mask` and `reward` differ in shape, or `kl_coef` is below 0.
     """
     penalty, mask = _penalty(reward, logp, ref_logp, mask, kl_coef)
     total = penalty.sum(1)
@@ -79,24 +79,24 @@ def sequence_rewards(
 
 @torch.no_grad()
 def token_rewards(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, kl_coef: float) -> Tensor:
-    """Return a reward for each token: its KL penalty, by k1, and at the last one the score on top of it.
+    """Return a reward for each token: its KL penalty, by k1, plus the sequence's reward at the last token.
 
-    This is what `gae` takes (1909.08593, 2203.02155). The last token is the last place of the mask, which
-    need not be the last of the completion if that was cut.
+    The result is an input of `gae` (1909.08593, 2203.02155). The last token is the last one of the mask,
+    which is not the last of the completion if that was truncated.
 
     Args:
         reward: (batch,), of the reward model.
         logp: (batch, length), of the policy that drew the tokens.
         ref_logp: (batch, length), of the reference.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens that were drawn.
-        kl_coef: Of the penalty; 0 for none.
+        mask: (batch, length), boolean or 0 and 1: the drawn tokens.
+        kl_coef: Coefficient of the penalty; 0 for none.
 
     Returns:
         (batch, length), float32 or better, without gradient; 0 where the mask is False.
 
     Raises:
-        ValueError: `logp`, `ref_logp`, `mask` and `reward` do not fit in shape, `kl_coef` is below 0, or a
-            sequence has no token that could have its reward.
+        ValueError: `logp`, `ref_logp`, `mask` and `reward` differ in shape, `kl_coef` is below 0, or a
+            sequence has no token for its reward.
     """
     penalty, mask = _penalty(reward, logp, ref_logp, mask, kl_coef)
     is_empty = ~mask.any(1)
@@ -105,7 +105,7 @@ def token_rewards(reward: Tensor, logp: Tensor, ref_logp: Tensor, mask: Tensor, 
             f"sequences {is_empty.nonzero().flatten().tolist()} have no token in mask, and so no place for "
             "their reward: leave them out"
         )
-    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # no other counts from here to the end
+    is_last = mask & (mask.flip(1).cumsum(1).flip(1) == 1)  # no other token counts from here to the end
     return torch.where(is_last, widen(reward).unsqueeze(1), 0.0) - penalty
 
 

@@ -1,14 +1,14 @@
 """Log-probabilities of tokens, their entropy, and the loss of supervised fine-tuning.
 
-For logits x over a vocabulary, at one place, with L = log sum_j exp x_j and p_j = exp(x_j - L):
+For logits x over a vocabulary, at one position, with L = log sum_j exp x_j and p_j = exp(x_j - L):
 
     log p_y = x_y - L                       d log p_y / dx_j = [j = y] - p_j
     H = - sum_j p_j log p_j                 dH / dx_j = - p_j log p_j - p_j H
 
 [Note: logits in pieces]
-Logits are the largest tensor of a step: (batch, length, vocabulary). Nothing of their size is made in the
-forward, and nothing but their gradient in the backward: both go over a few places of all sequences at a time,
-in float32 or better, and keep L, one number for each place. Logits of half precision are not copied as a
+Logits are the largest tensor of a step: (batch, length, vocabulary). The forward allocates nothing of their
+size, and the backward only their gradient: both process a few positions of all sequences at a time, in
+float32 or better, and store L, one number for each position. Logits of half precision are not copied as a
 whole.
 """
 
@@ -24,21 +24,21 @@ _PIECE_ELEMENTS = 1 << 23  # of logits: 32 MiB in float32
 
 
 def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the log-probability of each label under the logits of its own place.
+    """Return the log-probability of each label under the logits of its own position.
 
-    Nothing is shifted: for a causal model give `logits[:, :-1]` and `tokens[:, 1:]`. A place at which no
-    gradient arrives gives its logits a gradient of zero, even if they are not finite. There is no second
+    Nothing is shifted: for a causal model pass `logits[:, :-1]` and `tokens[:, 1:]`. A position with a
+    gradient of zero gives its logits a gradient of zero, even if they are not finite. There is no second
     derivative.
 
     Args:
-        logits: (batch, length, vocabulary), of any floating-point type.
-        labels: (batch, length), whole numbers.
+        logits: (batch, length, vocabulary), of any floating-point dtype.
+        labels: (batch, length), integers.
 
     Returns:
         (batch, length), float32, or float64 if the logits are that.
 
     Raises:
-        ValueError: `logits` and `labels` do not fit in shape, or a label is not in the vocabulary.
+        ValueError: `logits` and `labels` differ in shape, or a label is not in the vocabulary.
     """
     _check_logits(logits)
     require_shapes(logits.shape[:2], "batch, length", labels=labels)
@@ -55,42 +55,43 @@ def token_logprobs(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """Return the entropy of the next token at each place, in nats.
+    """Return the entropy of the next token at each position, in nats.
 
-    A token whose logit is minus infinity has no part in it, and no gradient. There is no second derivative.
+    A token with a logit of minus infinity does not contribute, and has no gradient. There is no second
+    derivative.
 
     Args:
-        logits: (batch, length, vocabulary), of any floating-point type.
+        logits: (batch, length, vocabulary), of any floating-point dtype.
 
     Returns:
         (batch, length), float32, or float64 if the logits are that.
 
     Raises:
-        ValueError: `logits` has not three dimensions, or no vocabulary.
+        ValueError: `logits` lacks a dimension, or has an empty vocabulary.
     """
     _check_logits(logits)
     return cast(Tensor, _Entropy.apply(logits))
 
 
 def sft_loss(logits: Tensor, labels: Tensor, mask: Tensor, *, num_tokens: Divisor | None = None) -> Tensor:
-    """Return the mean cross entropy of the tokens that the mask has, as in InstructGPT (2203.02155, 3.5).
+    """Return the mean cross entropy of the tokens in the mask, as in InstructGPT (2203.02155, 3.5).
 
-    The function shifts: `labels[:, t]` is the token at t, which `logits[:, t - 1]` predict, and `mask[:, t]`
-    says whether the token at t counts. The first token of a sequence is predicted by nothing and never
-    counts, nor do the last logits. Labels that do not count may be anything, -100 as well.
+    The function shifts: `labels[:, t]` is the token at t, predicted by `logits[:, t - 1]`, and `mask[:, t]`
+    selects the token at t. The first token of a sequence is not predicted and never counts, nor do the last
+    logits. Masked labels may have any value, including -100.
 
     Args:
-        logits: (batch, length, vocabulary), what a causal model gives for `labels`.
+        logits: (batch, length, vocabulary), output of a causal model for `labels`.
         labels: (batch, length), the tokens themselves, not shifted.
-        mask: (batch, length), of booleans or of 0 and 1, at the places of `labels`: mostly the completion.
-        num_tokens: The divisor if this is a part of a batch: `mask[:, 1:].sum()`, summed over all parts.
+        mask: (batch, length), boolean or 0 and 1, aligned with `labels`: usually the completion.
+        num_tokens: Divisor if this is a part of a batch: `mask[:, 1:].sum()`, summed over all parts.
 
     Raises:
-        ValueError: `logits`, `labels` and `mask` do not fit in shape, a label that counts is not in the
+        ValueError: `logits`, `labels` and `mask` differ in shape, a label that counts is not in the
             vocabulary, or no token counts and `num_tokens` is not given.
     """
     mask = token_mask(mask, labels=labels)
-    # The labels move, not the logits: a slice of these would be copied for its gradient.
+    # Shift the labels, not the logits: a slice of the logits would be copied for its gradient.
     counts = mask.roll(-1, 1)
     counts[:, -1:] = False
     logp = token_logprobs(logits, torch.where(counts, labels.roll(-1, 1), 0))
@@ -102,8 +103,8 @@ def sequence_logprobs(logp: Tensor, mask: Tensor, mean: bool = False) -> Tensor:
 
     Args:
         logp: (batch, length), of the tokens.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens of the completion.
-        mean: Divide by the number of tokens, as IPO wants it.
+        mask: (batch, length), boolean or 0 and 1: the tokens of the completion.
+        mean: Whether to divide by the number of tokens, as for IPO.
 
     Returns:
         (batch,), float32 or better. Without tokens the sum is 0.
@@ -133,7 +134,7 @@ def _check_logits(logits: Tensor) -> None:
 
 
 def _pieces(logits: Tensor) -> Iterator[slice]:
-    """Yield slices of the places; see [Note: logits in pieces]."""
+    """Yield slices of positions; see [Note: logits in pieces]."""
     batch_size, length, vocab_size = logits.shape
     size = max(1, _PIECE_ELEMENTS // max(1, batch_size * vocab_size))
     for start in range(0, length, size):
@@ -141,7 +142,7 @@ def _pieces(logits: Tensor) -> Iterator[slice]:
 
 
 def _refuse_second_derivative() -> None:
-    if torch.is_grad_enabled():  # create_graph=True: what the pieces compute would pass as a constant
+    if torch.is_grad_enabled():  # create_graph=True would treat results of the pieces as constants
         raise RuntimeError(
             "token_logprobs, entropy and sft_loss have no second derivative: leave create_graph out, or use "
             "log_softmax over whole logits"
@@ -149,7 +150,7 @@ def _refuse_second_derivative() -> None:
 
 
 class _LabelLogprobs(torch.autograd.Function):
-    """The logit of the label minus logsumexp; see the head of the module."""
+    """The logit of the label minus logsumexp; see the module docstring."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, labels: Tensor) -> Tensor:
@@ -169,13 +170,13 @@ class _LabelLogprobs(torch.autograd.Function):
         for piece in _pieces(logits):
             rows = (widen(logits[:, piece]) - log_sums[:, piece]).exp_().mul_(-grad[:, piece])
             rows.scatter_add_(2, labels[:, piece], grad[:, piece])
-            # See [Note: masked places]: the logits of a place that is masked later may be NaN.
+            # See [Note: masked places]: the logits of a position that is masked later may be NaN.
             result[:, piece] = rows.masked_fill_(grad[:, piece] == 0.0, 0.0)
         return result, None
 
 
 class _Entropy(torch.autograd.Function):
-    """The entropy of softmax; see the head of the module."""
+    """The entropy of softmax; see the module docstring."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor) -> Tensor:

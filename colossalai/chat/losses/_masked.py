@@ -1,14 +1,14 @@
-"""Masked tokens: checks of masks, the places that do not count, and the divisors of means.
+"""Masked tokens: checks of masks, masked positions, and the divisors of means.
 
 [Note: masked places]
-What stands where the mask is False may be anything, NaN and infinity included. It is replaced, not multiplied
-by zero: zero times infinity is NaN, in the loss or in the gradient of an exponential that nobody sees.
+Masked positions may have any value, NaN and infinity included. They are replaced, not multiplied by zero:
+zero times infinity is NaN, in the loss or in the gradient of an unused exponential.
 
 [Note: divisors]
-A batch that is cut into microbatches, or over ranks, gives the loss and the gradient of the whole one only if
-each part divides its sum by what the whole one has: `num_tokens` or `num_sequences` is that number, summed
-over all parts. The losses of the parts then add up. Data parallelism that averages gradients over ranks
-divides a second time: multiply the loss by the number of ranks there.
+A batch that is divided into microbatches, or over ranks, gives the loss and the gradient of the whole batch
+only if each part divides its sum by the count of the whole batch: `num_tokens` or `num_sequences` is that
+number, summed over all parts. The losses of the parts then add up. Data parallelism that averages gradients
+over ranks divides a second time: multiply the loss by the number of ranks there.
 """
 
 import torch
@@ -18,12 +18,12 @@ Divisor = int | float | Tensor
 
 
 def widen(x: Tensor) -> Tensor:
-    """Return a tensor in float32 or better; the same tensor if it is that."""
+    """Return a tensor in float32 or better; the same tensor if it is already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def require_shapes(shape: torch.Size, names: str, /, **tensors: Tensor) -> None:
-    """Refuse tensors of another shape; `names` are the names of its dimensions, for the message.
+    """Check the shape of tensors; `names` are the names of its dimensions, for the message.
 
     Raises:
         ValueError: `tensors` has one whose shape is not `shape`, or `shape` has other dimensions than
@@ -38,14 +38,14 @@ def require_shapes(shape: torch.Size, names: str, /, **tensors: Tensor) -> None:
 
 
 def token_mask(mask: Tensor, /, **tensors: Tensor) -> Tensor:
-    """Return a mask as booleans, after a look at it and at the tensors that it is for.
+    """Return a mask as booleans, after a check of the mask and of its tensors.
 
     Args:
-        mask: (batch, length), of booleans or whole numbers; 0 is False.
-        tensors: (batch, length) each, by the names that an error gives them.
+        mask: (batch, length), boolean or integer; 0 is False.
+        tensors: (batch, length) each, by their names in errors.
 
     Raises:
-        ValueError: `mask` is of a floating-point type, or one of `tensors` has not its shape.
+        ValueError: `mask` is of a floating-point dtype, or one of `tensors` has another shape.
     """
     if mask.is_floating_point():
         raise ValueError(f"mask is of type {mask.dtype}; it must be of booleans, or of the numbers 0 and 1")
@@ -55,18 +55,18 @@ def token_mask(mask: Tensor, /, **tensors: Tensor) -> Tensor:
 
 def fill_masked(x: Tensor, mask: Tensor) -> Tensor:
     """Return x in float32 or better, 0 where the mask is False."""
-    # See [Note: masked places]: the derivative of `where` is an exact zero there, whatever x is.
+    # See [Note: masked places]: the derivative of `where` is an exact zero there, even for a NaN.
     return torch.where(mask, widen(x), 0.0)
 
 
 def divide(total: Tensor, count: Tensor | int, given: Divisor | None, *, name: str) -> Tensor:
-    """Return a sum over the divisor of the whole batch, or over what this part has if none is given.
+    """Return a sum over the divisor of the whole batch, or over the count of this part if none is given.
 
     Args:
         total: A sum of losses.
-        count: How many this part has.
-        given: How many all parts have together; None if this part is all there is.
-        name: What the caller calls `given`.
+        count: Count of this part.
+        given: Count of all parts together; None if this is the only part.
+        name: Name of the argument `given` in the caller.
 
     Raises:
         ValueError: `count` is 0 and no divisor is given, or the one given is not above 0.

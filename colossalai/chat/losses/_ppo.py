@@ -4,7 +4,7 @@ With r = exp(logp - old_logp), the ratio of the probabilities of a token, and it
 
     - min(r A, clip(r, 1 - c, 1 + c) A)
 
-whose second branch is a constant that r has no part in. See [Note: the clipped branch].
+The second branch is constant in r. See [Note: the clipped branch].
 """
 
 import math
@@ -21,27 +21,27 @@ def clipped_surrogate(log_ratio: Tensor, advantages: Tensor, *, low: float, high
     """Return min(r A, clip(r, 1 - low, 1 + high) A) at each token.
 
     [Note: the clipped branch]
-    `torch.min` of both branches gives a gradient of 0 to the one that is not taken, and 0 times the
-    derivative of a ratio that has overflowed is NaN. So the branch is chosen by the logarithm of the ratio,
-    and the exponential is taken of what was chosen only. A ratio that overflows where it is not clipped,
-    which takes a negative advantage, gives a loss of infinity: so does the formula. NaN stays NaN.
+    `torch.min` of both branches passes a gradient of 0 to the branch that is not selected, and 0 times the
+    derivative of an overflowed ratio is NaN. So the branch is selected by the logarithm of the ratio, and
+    only the selected exponential is computed. An overflowed ratio without clipping, which requires a negative
+    advantage, gives a loss of infinity, as in the formula. NaN stays NaN.
 
     Args:
         log_ratio: (batch, length), logp - old_logp.
         advantages: (batch, length), without gradient.
-        low: Between 0 and 1.
-        high: Above 0.
+        low: Lower clip, between 0 and 1.
+        high: Upper clip, above 0.
     """
     rises = advantages > 0.0
     is_clipped = torch.where(rises, log_ratio > math.log1p(high), log_ratio < math.log1p(-low))
-    # An advantage of 0 takes the constant too: it is 0 for any ratio, also for one that is infinite.
+    # An advantage of 0 selects the constant, too: it is 0 for any ratio, including infinity.
     is_clipped |= (advantages == 0.0) & ~log_ratio.isnan()
     constant = torch.where(rises, advantages * (1.0 + high), advantages * (1.0 - low))
     return torch.where(is_clipped, constant, advantages * torch.where(is_clipped, 0.0, log_ratio).exp())
 
 
 def require_clip(clip: float, name: str) -> None:
-    """Refuse a lower clip of the ratio that is none; `name` is what the caller calls it.
+    """Check the lower clip of a ratio; `name` is the name of the argument in the caller.
 
     Raises:
         ValueError: `clip` is not between 0 and 1.
@@ -59,15 +59,15 @@ def ppo_policy_loss(
     *,
     num_tokens: Divisor | None = None,
 ) -> Tensor:
-    """Return the clipped surrogate loss of PPO, the mean over the tokens that the mask has.
+    """Return the clipped surrogate loss of PPO, the mean over the tokens in the mask.
 
     Args:
         logp: (batch, length), of the policy in training.
         old_logp: (batch, length), of the policy that drew the tokens; gets no gradient.
-        advantages: (batch, length), as `gae` and `whiten` give them; get no gradient.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens that were drawn.
+        advantages: (batch, length), from `gae` and `whiten`; get no gradient.
+        mask: (batch, length), boolean or 0 and 1: the drawn tokens.
         clip: Ratios have no gradient beyond 1 - clip and 1 + clip.
-        num_tokens: The divisor if this is a part of a batch: `mask.sum()`, summed over all parts.
+        num_tokens: Divisor if this is a part of a batch: `mask.sum()`, summed over all parts.
 
     Raises:
         ValueError: `logp`, `old_logp`, `advantages` and `mask` differ in shape, `clip` is not between 0 and
@@ -89,19 +89,19 @@ def value_loss(
     *,
     num_tokens: Divisor | None = None,
 ) -> Tensor:
-    """Return half the squared error of the critic, of values that may move by `clip` from their old ones.
+    """Return half the squared error of the critic, with values clipped to `clip` around the old ones.
 
     At each token it is the larger error of the value and of the value clipped to `old_values` - clip and
-    + clip; one half of the mean over the tokens that the mask has. The clipping is that of the authors' own
-    code of PPO, and of TRL; the paper (1707.06347) has the plain error, which `clip=math.inf` gives.
+    + clip; one half of the mean over the tokens in the mask. The clipping follows the authors' own code of
+    PPO, and of TRL; the paper (1707.06347) has the plain error, for `clip=math.inf`.
 
     Args:
         values: (batch, length), of the critic in training.
         old_values: (batch, length), of the critic when the tokens were drawn; get no gradient.
-        returns: (batch, length), as `gae` gives them; get no gradient.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens that were drawn.
-        clip: How far a value may move.
-        num_tokens: The divisor if this is a part of a batch: `mask.sum()`, summed over all parts.
+        returns: (batch, length), from `gae`; get no gradient.
+        mask: (batch, length), boolean or 0 and 1: the drawn tokens.
+        clip: Maximum change of a value.
+        num_tokens: Divisor if this is a part of a batch: `mask.sum()`, summed over all parts.
 
     Raises:
         ValueError: `values`, `old_values`, `returns` and `mask` differ in shape, `clip` is not above 0, or no
@@ -124,15 +124,15 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Return generalized advantage estimates (1506.02438, equation 16) and returns.
 
-    A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t, over the places of the
-    mask only: the successor of a place is the next one that counts, so that padding before, after and in
-    between has no influence, and V after the last one is 0. The returns are A_t + V_t, the target of the
+    A_t = sum_l (gamma lam)^l delta_{t+l} with delta_t = r_t + gamma V_{t+1} - V_t, over the positions of the
+    mask only: the successor of a position is the next position in the mask, so padding before, after and in
+    between has no influence, and V after the last position is 0. The returns are A_t + V_t, the target of the
     critic.
 
     Args:
-        rewards: (batch, length), as `token_rewards` gives them.
+        rewards: (batch, length), from `token_rewards`.
         values: (batch, length), of the critic, before each token.
-        mask: (batch, length), of booleans or of 0 and 1: the tokens that were drawn.
+        mask: (batch, length), boolean or 0 and 1: the drawn tokens.
         gamma: Discount of later rewards, from 0 to 1.
         lam: Between the one-step estimate, 0, and the whole sum of rewards, 1.
 
@@ -158,14 +158,14 @@ def gae(
 
 @torch.no_grad()
 def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return advantages of mean 0 and variance 1 over the tokens that the mask has.
+    """Return advantages of mean 0 and variance 1 over the tokens in the mask.
 
-    It is (A - mean) / sqrt(variance + 1e-8) with the unbiased variance, as in TRL. All tokens of a batch have
-    to be here: whiten before it is cut into microbatches. A single token gives 0.
+    It is (A - mean) / sqrt(variance + 1e-8) with the unbiased variance, as in TRL. Pass all tokens of a
+    batch: whiten before it is divided into microbatches. A single token gives 0.
 
     Args:
         advantages: (batch, length).
-        mask: (batch, length), of booleans or of 0 and 1.
+        mask: (batch, length), boolean or 0 and 1.
 
     Returns:
         (batch, length), float32 or better, without gradient; 0 where the mask is False.
@@ -184,12 +184,12 @@ def whiten(advantages: Tensor, mask: Tensor) -> Tensor:
 def ptx_loss(policy: Tensor, lm: Tensor, ptx_coef: float) -> Tensor:
     """Return `policy + ptx_coef * lm`: PPO with a share of pretraining (PPO-ptx, 2203.02155, equation 2).
 
-    The paper takes 27.8 for the coefficient, with both losses as means.
+    The coefficient of the paper is 27.8, with both losses as means.
 
     Args:
         policy: The loss of the policy, a scalar.
-        lm: The loss of the language model on texts of pretraining, such as `sft_loss`, a scalar.
-        ptx_coef: What `lm` is multiplied by, at least 0.
+        lm: The loss of the language model on pretraining texts, such as `sft_loss`, a scalar.
+        ptx_coef: Factor of `lm`, at least 0.
 
     Raises:
         ValueError: `policy` or `lm` is not a scalar, or `ptx_coef` is below 0.

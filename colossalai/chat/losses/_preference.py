@@ -1,4 +1,4 @@
-"""Losses of pairs of completions, one chosen and one rejected: of a reward model, and DPO.
+"""Preference losses for pairs of a chosen and a rejected completion: reward models and DPO.
 
 Both maximize the probability of the choice by Bradley and Terry, sigmoid(r_chosen - r_rejected). A reward
 model learns r itself (InstructGPT, 2203.02155); in DPO (2305.18290) the policy is its own reward model, with
@@ -18,21 +18,21 @@ from colossalai.chat.losses._masked import Divisor, divide, require_shapes, wide
 def log_sig_loss(chosen: Tensor, rejected: Tensor, *, num_sequences: Divisor | None = None) -> Tensor:
     """Return the mean of -log sigmoid(chosen - rejected), a reward model's loss (2203.02155, equation 1).
 
-    That is log(1 + exp(rejected - chosen)), which is what `log_exp_loss` calls it: the same function. It is
-    finite and exact at any difference. The paper's factor 1 / (K choose 2), of the pairs of one prompt, is
-    the mean if every prompt has as many.
+    It equals log(1 + exp(rejected - chosen)), hence the alias `log_exp_loss`. It is finite and exact at any
+    difference. The paper's factor 1 / (K choose 2), for the pairs of one prompt, is the mean if every prompt
+    has the same number.
 
     Args:
-        chosen: (batch,), rewards of the completions that were preferred.
-        rejected: (batch,), of those that were not.
-        num_sequences: The divisor if this is a part of a batch: the pairs of all parts.
+        chosen: (batch,), rewards of the preferred completions.
+        rejected: (batch,), rewards of the others.
+        num_sequences: Divisor if this is a part of a batch: the pairs of all parts.
 
     Raises:
         ValueError: `chosen` and `rejected` differ in shape or are not (batch,), or there are none and
             `num_sequences` is not given.
     """
     require_shapes(chosen.shape, "batch", chosen=chosen, rejected=rejected)
-    # functional.softplus is linear above 20, and so 2e-9 off there.
+    # functional.softplus is linear above 20, with an error of 2e-9 there.
     losses = -functional.logsigmoid(widen(chosen) - widen(rejected))
     return divide(losses.sum(), len(losses), num_sequences, name="num_sequences")
 
@@ -41,7 +41,7 @@ log_exp_loss = log_sig_loss
 
 
 class DPOResult(NamedTuple):
-    """The loss of DPO, and what the policy says as a reward model.
+    """The loss of DPO, and the implied rewards.
 
     Attributes:
         loss: A scalar.
@@ -65,32 +65,31 @@ def dpo_loss(
     label_smoothing: float = 0.0,
     num_sequences: Divisor | None = None,
 ) -> DPOResult:
-    """Return the loss of direct preference optimization (2305.18290), or of its relative IPO (2310.12036).
+    """Return the loss of direct preference optimization (2305.18290), or of its variant IPO (2310.12036).
 
-    With h as at the head of the module, the mean over the pairs of
+    With h as in the module docstring, the mean over the pairs of
 
         sigmoid     - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
         ipo         (h - 1 / (2 beta))^2
 
-    where e is the label smoothing: the share of labels that are taken to be wrong (conservative DPO, E.
-    Mitchell, "A note on DPO with noisy preferences", 2023). "sigmoid" takes log-probabilities of whole
-    completions, sums over tokens; "ipo" takes means over tokens, as in TRL: else the target 1 / (2 beta)
-    would be another for each length. `sequence_logprobs` gives both.
+    where e is the label smoothing: the assumed share of wrong labels (conservative DPO, E. Mitchell, "A note
+    on DPO with noisy preferences", 2023). "sigmoid" takes log-probabilities of whole completions, sums over
+    tokens; "ipo" takes means over tokens, as in TRL: otherwise the target 1 / (2 beta) would depend on the
+    length. `sequence_logprobs` computes both.
 
     Args:
         policy_chosen: (batch,), log-probabilities of the chosen completions under the policy in training.
         policy_rejected: (batch,), of the rejected ones.
         ref_chosen: (batch,), under the reference; get no gradient.
         ref_rejected: (batch,), under the reference; get no gradient.
-        beta: How strongly the policy is held to the reference, above 0 and finite; the paper of "ipo"
-            calls it tau.
-        kind: Which loss.
+        beta: Strength of the divergence penalty, above 0 and finite; tau in the paper of "ipo".
+        kind: The loss.
         label_smoothing: e, from 0 to below one half; for "sigmoid" only.
-        num_sequences: The divisor if this is a part of a batch: the pairs of all parts.
+        num_sequences: Divisor if this is a part of a batch: the pairs of all parts.
 
     Raises:
         ValueError: `policy_chosen` and the others differ in shape or are not (batch,), `beta`, `kind` or
-            `label_smoothing` is not as above, or there are no pairs and `num_sequences` is not given.
+            `label_smoothing` is out of range, or there are no pairs and `num_sequences` is not given.
     """
     require_shapes(
         policy_chosen.shape,
@@ -104,7 +103,7 @@ def dpo_loss(
         raise ValueError(f"beta is {beta}; it must be above 0, and finite")
     if not 0.0 <= label_smoothing < 0.5:
         raise ValueError(
-            f"label_smoothing is {label_smoothing}; it must be from 0 to below 0.5, where labels say nothing"
+            f"label_smoothing is {label_smoothing}; it must be from 0 to below 0.5, where labels are random"
         )
     chosen = widen(policy_chosen) - widen(ref_chosen.detach())
     rejected = widen(policy_rejected) - widen(ref_rejected.detach())

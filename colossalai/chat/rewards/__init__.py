@@ -1,7 +1,7 @@
-"""Rewards: how good answers are, by functions, models, and sums of them.
+"""Rewards of answers: functions, models, and sums of them.
 
-What users write is a value (`TimedReward`, `ModelReward`, `RewardSum`, a function or a `ValueModel`); at work
-in a run it is a `Scorer`. `agreed_rewards` is where ranks hear of one that failed.
+Users write a value (`TimedReward`, `ModelReward`, `RewardSum`, a function or a `ValueModel`); a run builds a
+`Scorer` of it. `agreed_rewards` raises an error of one rank's reward on all ranks.
 """
 
 from colossalai.chat.rewards._scorers import AnswerText as AnswerText

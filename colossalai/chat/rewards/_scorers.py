@@ -1,7 +1,7 @@
-"""Rewards of answers: functions, models, sums of them, and what all ranks do when one fails on one of them.
+"""Rewards of answers: functions, models and sums of them, and common errors of all ranks.
 
-A reward is a value: what users write. At work in a run it is a `Scorer`, which holds what has to be ended:
-processes, models on a device.
+A reward is a value that users write. A run builds a `Scorer` of it, which owns the resources: processes,
+models on a device.
 """
 
 import math
@@ -20,29 +20,29 @@ from colossalai.chat.rewards._timed_calls import ProcessCalls, RewardCallError, 
 from colossalai.cluster import gather_values
 
 RewardFunction = Callable[[str, str, Mapping[str, Any]], float]
-"""Of the prompt, an answer to it, and the row that the prompt is from: how good the answer is."""
+"""Maps the prompt, an answer to it, and the prompt's row to the reward of the answer."""
 
 
 class RewardError(RuntimeError):
-    """A reward has failed, on whatever rank; raised on all of them, before the step."""
+    """A reward has failed on some rank; raised on all of them, before the step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedReward:
-    """A reward function whose calls have a time limit each, and run several at a time.
+    """A reward function with a time limit for each call, and several concurrent calls.
 
-    A function that pickles is called in processes of their own, which are started with the first answers and
-    end with the training: one that hangs is killed. They import the function's module, so a script needs
-    `if __name__ == "__main__":`. A function that does not pickle, as a lambda, is called in threads, which
-    share one interpreter and cannot be ended: one that hangs stays until the program ends.
+    A function that can be pickled is called in separate processes, which are started with the first answers
+    and end with the training; a process that exceeds the limit is killed. They import the function's module,
+    so a script needs `if __name__ == "__main__":`. Another function, such as a lambda, is called in threads,
+    which share one interpreter and cannot be ended: a hanging thread stays until the program ends.
 
     Attributes:
-        function: Of the prompt, an answer, and the row, which is a plain dict here.
-        seconds: How long a call may take. One that takes longer is a `RewardError` on all ranks.
-        workers: How many calls each rank makes at a time.
+        function: The function of the prompt, an answer, and the row, which is a plain dict here.
+        seconds: Time limit of a call; exceeding it is a `RewardError` on all ranks.
+        workers: Number of concurrent calls on each rank.
 
     Raises:
-        ValueError: `seconds` is not above 0, `workers` is below 1, or `function` is no function.
+        ValueError: `seconds` is not above 0, `workers` is below 1, or `function` is not a function.
     """
 
     function: RewardFunction
@@ -64,17 +64,17 @@ class TimedReward:
 class ModelReward:
     """A reward model with another tokenizer than the policy's.
 
-    Rows and answers are written with the model's own template and encoded with its own tokenizer. An answer
-    ends with its end-of-sequence token, unless it was cut off.
+    Rows and answers are written with the model's own template and tokenized with its own tokenizer. An answer
+    ends with its end-of-sequence token, unless it was truncated.
 
     Attributes:
         model: A model of `with_value_head` or `load_reward_model`.
         tokenizer: Its tokenizer.
-        max_length: Most tokens of prompt and answer, of which the prompt's begin is cut; None: as many as the
-            model sees.
+        max_length: Maximum number of tokens of prompt and answer; the prompt is truncated at the beginning.
+            Default: the model's window.
 
     Raises:
-        ValueError: `model` has no value head, or `tokenizer` has tokens that it does not know, or no
+        ValueError: `model` has no value head, or `tokenizer` has tokens outside its vocabulary, or no
             end-of-sequence token.
     """
 
@@ -105,7 +105,7 @@ class ModelReward:
 
     @property
     def length(self) -> int:
-        """Most tokens of a text."""
+        """Maximum number of tokens of a text."""
         window: int = getattr(self.model.config, "max_position_embeddings", None) or 1 << 30
         return window if self.max_length is None else self.max_length
 
@@ -115,14 +115,14 @@ RewardPart = RewardFunction | ValueModel | ModelReward | TimedReward
 
 @dataclass(frozen=True)
 class RewardSum:
-    """A sum of rewards with weights. Records have the mean of each as `reward/NAME`, before its weight.
+    """A weighted sum of rewards. Records have the unweighted mean of each as `reward/NAME`.
 
     Attributes:
-        parts: Weight and reward, by names.
+        parts: Weight and reward, by name.
 
     Raises:
-        ValueError: `parts` is empty, or has what is not a pair, a weight that is not finite, a sum, or what
-            gives no rewards.
+        ValueError: `parts` is empty, or has an entry that is not a pair, a weight that is not finite, a sum,
+            or a value that is not a reward.
     """
 
     parts: Mapping[str, tuple[float, RewardPart]]
@@ -142,29 +142,29 @@ class RewardSum:
 
 
 Reward = RewardPart | RewardSum
-"""A function, a reward model of the policy's tokens, or one of the values of this file."""
+"""A function, a reward model of the policy's tokens, or one of the classes of this file."""
 
 
 def parts_of(reward: Reward) -> dict[str, RewardPart]:
-    """Return what a reward is made of, by names for errors."""
+    """Return the parts of a reward, by names for errors."""
     if not isinstance(reward, RewardSum):
         return {"reward": reward}
     return {f"reward {name!r}": part for name, (_, part) in reward.parts.items()}
 
 
 def check_reward(reward: Reward) -> None:
-    """Refuse what gives no rewards, before there are answers.
+    """Check that a value is a reward.
 
     Raises:
-        ValueError: `reward`, or a part of it, is a model without a value head of its own, or is no function.
+        ValueError: `reward`, or a part of it, is a model without a value head of its own, or not a function.
     """
     for name, part in parts_of(reward).items():
         kind = type(part).__name__
         if isinstance(part, nn.Module) and not isinstance(part, ValueModel):
             raise ValueError(
                 f"the {name} is a {kind}: of models give one of with_value_head or load_reward_model, as it "
-                "is, neither boosted nor with adapters (merge adds those into it); one that reads texts is "
-                "called by a function (prompt, answer, row)"
+                "is, neither boosted nor with adapters (merge adds those into it); a model that reads texts "
+                "is called by a function (prompt, answer, row)"
             )
         if not callable(part) and not isinstance(part, ModelReward | TimedReward):
             raise ValueError(
@@ -174,20 +174,20 @@ def check_reward(reward: Reward) -> None:
 
 
 def reward_records(reward: Reward) -> tuple[str, ...]:
-    """Return under which names the parts of a sum are written down."""
+    """Return the names of the metrics of a sum's parts."""
     return tuple(f"reward/{name}" for name in reward.parts) if isinstance(reward, RewardSum) else ()
 
 
 class AnswerText(NamedTuple):
-    """An answer as a reward sees it.
+    """Input of a reward: an answer with its prompt.
 
     Attributes:
         prompt: The text of the prompt.
         answer: The text of the answer.
-        row: What the prompt is from.
+        row: The row of the prompt.
         prompt_ids: The policy's tokens of the prompt.
-        answer_ids: Those of the answer.
-        is_cut: Whether the answer ended since it was as long as may be.
+        answer_ids: The policy's tokens of the answer.
+        is_cut: Whether the answer was truncated at the maximum length.
     """
 
     prompt: str
@@ -202,8 +202,8 @@ class Scores(NamedTuple):
     """Rewards of some answers.
 
     Attributes:
-        total: Of each.
-        parts: The same of the parts of a sum, by the names of their records.
+        total: Reward of each answer.
+        parts: Rewards of each answer by the parts of a sum, by the names of their metrics.
     """
 
     total: list[float]
@@ -211,28 +211,28 @@ class Scores(NamedTuple):
 
 
 class Scorer(ABC):
-    """Abstract: a reward at work."""
+    """Abstract: evaluates a reward, and owns its resources."""
 
     @abstractmethod
     def scores(self, answers: Sequence[AnswerText]) -> list[float]:
         """Return the reward of each answer."""
 
     def parts(self, answers: Sequence[AnswerText]) -> Scores:
-        """Return the reward of each answer, and what it is made of."""
+        """Return the reward of each answer, with the parts of a sum."""
         return Scores(self.scores(answers), {})
 
     def close(self) -> None:  # noqa: B027 - most hold nothing
-        """End what it has begun."""
+        """Free the resources."""
 
 
 def scorer_of(reward: Reward, *, device: torch.device, rows_at_once: int, pad: int) -> Scorer:
-    """Return a reward at work.
+    """Build the scorer of a reward.
 
     Args:
-        reward: What users have given.
-        device: Where models compute.
-        rows_at_once: Most answers that a model reads at once.
-        pad: What rows of the policy's tokens are filled up with.
+        reward: The reward.
+        device: Device of reward models.
+        rows_at_once: Maximum number of answers in a forward of a reward model.
+        pad: Padding token of the policy's tokens.
     """
     if isinstance(reward, RewardSum):
         made = {
@@ -265,14 +265,14 @@ class _FunctionScorer(Scorer):
 
 
 class _ModelScorer(Scorer):
-    """A reward model at work.
+    """Scorer of a reward model.
 
     Args:
-        model: It.
-        encode: Makes its tokens of an answer.
-        device: Where it computes.
-        rows_at_once: Most answers that it reads at once.
-        pad: What rows are filled up with.
+        model: The model.
+        encode: Returns the model's tokens of an answer.
+        device: Device of the model.
+        rows_at_once: Maximum number of answers in a forward.
+        pad: Padding token.
     """
 
     def __init__(
@@ -304,7 +304,7 @@ def _policy_text(answer: AnswerText) -> list[int]:
 
 
 def _own_text(reward: ModelReward, answer: AnswerText) -> list[int]:
-    """Return what a reward model reads, in its own tokens."""
+    """Return the input of a reward model, in its own tokens."""
     row = replace(answer.row, stage="sft", dialogue=answer.row.dialogue.with_answer(answer.answer))
     encoded = encode_sft(row, reward.tokenizer, reward.length)
     if encoded is None:
@@ -321,7 +321,7 @@ class _TimedScorer(Scorer):
         limits: dict[str, Any] = {"seconds": reward.seconds, "workers": reward.workers}
         try:
             self._calls = ProcessCalls(pickle.dumps(reward.function), **limits)
-        except (pickle.PicklingError, AttributeError, TypeError):  # as documented of `TimedReward`
+        except (pickle.PicklingError, AttributeError, TypeError):  # cannot be pickled: see `TimedReward`
             self._calls = ThreadCalls(reward.function, **limits)
 
     def scores(self, answers: Sequence[AnswerText]) -> list[float]:
@@ -353,11 +353,11 @@ class _SumScorer(Scorer):
 
 
 class AgreedScores(NamedTuple):
-    """Rewards of this rank's answers, none of which has failed on any rank.
+    """Rewards of this rank's answers, without a failure on any rank.
 
     Attributes:
-        scores: They.
-        mean: Of the answers of all ranks that count; 0 if there are none.
+        scores: The rewards.
+        mean: Mean over the counting answers of all ranks; 0 if there are none.
     """
 
     scores: Scores
@@ -365,15 +365,15 @@ class AgreedScores(NamedTuple):
 
 
 def agreed_rewards(score: Callable[[], Scores], *, counts: Sequence[bool], rank: int) -> AgreedScores:
-    """Return the rewards of this rank's answers, or raise on all ranks; every rank calls it.
+    """Return the rewards of this rank's answers, or raise on all ranks; collective.
 
     Args:
-        score: Returns them.
-        counts: Which of the answers count.
+        score: Returns the rewards.
+        counts: Whether each answer counts.
         rank: This rank.
 
     Raises:
-        RewardError: `score` has raised, or returned what is no finite number, on some rank.
+        RewardError: `score` has raised, or returned a number that is not finite, on some rank.
     """
     found = Scores([], {})
     problem: str | None = None
@@ -382,19 +382,19 @@ def agreed_rewards(score: Callable[[], Scores], *, counts: Sequence[bool], rank:
         found = score()
     except RewardCallError as error:
         problem, cause = str(error), error
-    except (Exception, SystemExit) as error:  # whatever a user's function raises: the other ranks wait for it
+    except (Exception, SystemExit) as error:  # any error of a user's function: other ranks wait below
         problem, cause = f"{type(error).__name__}: {error}", error
     for name, values in (*found.parts.items(), ("", found.total)):
         wrong = [value for value in values if not math.isfinite(value)]
         if wrong:
             of = f" of {name.removeprefix('reward/')!r}" if name else ""
             problem = (
-                f"{len(wrong)} of {len(values)} rewards{of} are no finite numbers, the first is {wrong[0]}"
+                f"{len(wrong)} of {len(values)} rewards{of} are not finite numbers, the first is {wrong[0]}"
             )
             break
     kept = [value for value, is_counted in zip(found.total, counts, strict=False) if is_counted]
     own = [problem, 0.0 if problem else math.fsum(kept), len(kept)]
-    told = cast(list[tuple[str | None, float, int]], gather_values(own))  # before any rank begins the step
+    told = cast(list[tuple[str | None, float, int]], gather_values(own))  # all-gather before the step
     failed = [number for number, (each, _, _) in enumerate(told) if each is not None]
     if failed:
         where = ", ".join(map(str, failed))

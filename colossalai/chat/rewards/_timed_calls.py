@@ -1,8 +1,8 @@
-"""Calls of a reward function with a time limit for each: in processes, or in threads.
+"""Calls of a reward function with a time limit each: in processes, or in threads.
 
-The limit of a call begins when a process or thread begins it, not when it is queued, so work is handed out
-one call at a time. A process that hangs is killed. A thread cannot be: it is left behind, and does not keep
-the program from ending.
+The time of a call starts when a process or thread starts it, not when it is queued, so calls are handed out
+one at a time. A process that exceeds the limit is killed. A thread cannot be: it is abandoned, as a daemon
+that does not keep the program from ending.
 """
 
 import multiprocessing
@@ -20,19 +20,19 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
-_START_S = 300.0  # a process imports the function's module, on a machine that may be busy
-_END_S = 5.0  # for what a function's module does at exit
+_START_S = 300.0  # for a process to import the function's module, on a busy machine
+_END_S = 5.0  # for the exit handlers of the function's module
 
 Call = tuple[str, str, Mapping[str, Any]]
 """Prompt, answer and row, as plain values."""
 
 
 class RewardCallError(RuntimeError):
-    """A call of a reward function that has failed, in words that name its prompt and answer."""
+    """A failed call of a reward function; the message has its prompt and answer."""
 
 
 class _Outcome(NamedTuple):
-    """What came of a call: a reward, or what was raised and where."""
+    """Outcome of a call: a reward, or an error with its traceback."""
 
     number: int
     reward: float
@@ -41,25 +41,25 @@ class _Outcome(NamedTuple):
 
 
 class TimedCalls(ABC):
-    """Abstract: calls of a function, several at a time.
+    """Abstract: concurrent calls of a function.
 
     Args:
-        seconds: How long each may take.
-        workers: How many there are at a time.
+        seconds: Time limit of each call.
+        workers: Number of concurrent calls.
     """
 
     def __init__(self, *, seconds: float, workers: int) -> None:
         self._seconds, self._num_workers = seconds, workers
 
     def rewards(self, calls: Sequence[Call]) -> list[float]:
-        """Return what the function returns for each.
+        """Return the result of each call.
 
         Raises:
-            RewardCallError: A call has raised, ended its process, or taken longer than it may; the others are
-                given up.
+            RewardCallError: A call has raised, ended its process, or exceeded its limit; the others are
+                abandoned.
         """
         waiting = deque(range(len(calls)))
-        deadlines: dict[int, float] = {}  # of those that are under way
+        deadlines: dict[int, float] = {}  # of running calls
         found: dict[int, float] = {}
         self._prepare(min(self._num_workers, len(calls)))
         while len(found) < len(calls):
@@ -80,15 +80,15 @@ class TimedCalls(ABC):
         return [found[number] for number in range(len(calls))]
 
     def _prepare(self, count: int) -> None:  # noqa: B027 - threads need nothing
-        """Have so many workers ready."""
+        """Start `count` workers in advance."""
 
     @abstractmethod
     def _begin(self, number: int, call: Call) -> None:
-        """Begin a call; fewer than there may be are under way."""
+        """Start a call; a worker is free."""
 
     @abstractmethod
     def _next(self, seconds: float) -> _Outcome | None:
-        """Return what has ended next; None: nothing has in this time."""
+        """Return the next outcome; None if there is none within `seconds`."""
 
     def close(self) -> None:  # noqa: B027 - threads cannot be ended
         """End the workers."""
@@ -98,9 +98,9 @@ class ThreadCalls(TimedCalls):
     """Calls in threads of this process.
 
     Args:
-        function: What is called.
-        seconds: How long each may take.
-        workers: How many there are at a time.
+        function: The function.
+        seconds: Time limit of each call.
+        workers: Number of concurrent calls.
     """
 
     def __init__(self, function: Callable[..., float], *, seconds: float, workers: int) -> None:
@@ -109,8 +109,8 @@ class ThreadCalls(TimedCalls):
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
 
     def rewards(self, calls: Sequence[Call]) -> list[float]:
-        """Return what the function returns for each; see `TimedCalls`."""
-        self._outcomes = queue.SimpleQueue()  # a thread that was given up answers into the earlier one
+        """Return the result of each call; see `TimedCalls`."""
+        self._outcomes = queue.SimpleQueue()  # abandoned threads still put into the earlier queue
         return super().rewards(calls)
 
     def _begin(self, number: int, call: Call) -> None:
@@ -129,28 +129,28 @@ class ThreadCalls(TimedCalls):
 
 
 class _Worker:
-    """A process that calls a function, and what it is at.
+    """A process that calls the function, and its current call.
 
     Attributes:
-        connection: To it.
-        number: Of the call that it is at; None: of none.
+        connection: Connection to the process.
+        number: Index of its current call; None without one.
         is_ready: Whether it has imported the function.
     """
 
     def __init__(self, function: bytes) -> None:
-        # Never forked: threads of gloo and of torch hold locks that nobody would release in a fork.
+        # Not forked: locks held by threads of gloo and torch would never be released in the child.
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self.process: SpawnProcess = context.Process(
             target=serve, args=(theirs, function), daemon=True, name="reward"
         )
         self.process.start()
-        theirs.close()  # so that the end of the process is the end of the connection
+        theirs.close()  # so that the end of the process closes the connection
         self.number: int | None = None
         self.is_ready = False
 
     def end(self) -> None:
-        """End the process, at once if it is at a call."""
+        """End the process, at once if a call is running."""
         self.connection.close()
         if self.number is not None or not self.is_ready:
             self.process.kill()
@@ -162,12 +162,12 @@ class _Worker:
 
 
 class ProcessCalls(TimedCalls):
-    """Calls in processes of their own, which begin with the first calls and go on until `close`.
+    """Calls in separate processes, which start with the first calls and run until `close`.
 
     Args:
-        function: What is called, pickled.
-        seconds: How long each may take.
-        workers: How many there are at a time.
+        function: The pickled function.
+        seconds: Time limit of each call.
+        workers: Number of concurrent calls.
     """
 
     def __init__(self, function: bytes, *, seconds: float, workers: int) -> None:
@@ -176,7 +176,7 @@ class ProcessCalls(TimedCalls):
         self._workers: list[_Worker] = []
 
     def rewards(self, calls: Sequence[Call]) -> list[float]:
-        """Return what the function returns for each; see `TimedCalls`. No process outlives a failure."""
+        """Return the result of each call; see `TimedCalls`. After a failure all processes are ended."""
         try:
             return super().rewards(calls)
         except BaseException:
@@ -219,7 +219,7 @@ class ProcessCalls(TimedCalls):
         return None
 
     def _received(self, worker: _Worker, ended: str) -> _Outcome:
-        """Return what a worker has sent, or what its end means."""
+        """Return the outcome sent by a worker, or an error for a worker that has ended."""
         try:
             outcome: _Outcome = worker.connection.recv()
         except (EOFError, ConnectionResetError):
@@ -236,12 +236,12 @@ class ProcessCalls(TimedCalls):
 
 
 def serve(connection: Connection, function: bytes) -> None:
-    """Call a function as often as is asked for; the program of a process."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the trainer, which then ends this process
+    """Serve calls of a function: the main loop of a process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the trainer, which then ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         called = pickle.loads(function)
-    except Exception as error:  # whatever its module raises: the trainer tells of it
+    except Exception as error:  # any error of its module: the trainer reports it
         connection.send(_failed(error, -1))
         return
     connection.send(_Outcome(-1, 0.0))
@@ -254,7 +254,7 @@ def serve(connection: Connection, function: bytes) -> None:
 
 
 def _end_with_parent() -> None:
-    """End a process whose parent was killed, also in the middle of a call."""
+    """End this process after its parent was killed, also during a call."""
     parent = multiprocessing.parent_process()
     assert parent is not None, "this is a process that somebody has started"
     wait([parent.sentinel])

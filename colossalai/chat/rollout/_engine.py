@@ -1,9 +1,9 @@
-"""Rollout engine: answers with log-probabilities, by the weights that a model in training has.
+"""Rollout engine: answers with log-probabilities, by the current weights of a model in training.
 
-A step of the optimizer is followed by `sync`. Where a rank holds the whole model, the engine reads the very
-parameters, and forgets what it has computed with the earlier ones; else it takes over the new ones.
-Tokens go in and tokens come out: an answer is trained on as it was drawn, never decoded and encoded again,
-which would give other tokens here and there, and other log-probabilities.
+Call `sync` after a step of the optimizer. If a rank has the whole model, the engine reads the parameters
+themselves and drops cached results of earlier values; otherwise it copies the new values. An answer is
+trained on as the tokens that were drawn, never decoded and tokenized again: that would sometimes give other
+tokens and other log-probabilities.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,22 +32,21 @@ from colossalai.runtime.memory import cached_per_token, rollout_bytes
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutOptions:
-    """Where and when answers are drawn.
+    """Placement and schedule of rollouts.
 
     Attributes:
         placement: "local", or "ray": in a process of Ray, see `RolloutEngine`.
-        resources: What that process needs, by the names of Ray's options.
-        ahead: 1: the answers that a step learns from are drawn while the step before it is made, by a copy of
-            the weights from before that. Ratios are those to the probabilities with which tokens were drawn.
-            A step behind which a training state is saved is waited for. 0: answers are drawn by the model
-            that learns from them.
-        kv_memory: Bytes of the cache on each rank; None: enough for all answers that are made at a time.
-        tp_size: Number of ranks that share each layer of an engine.
-        pp_size: Number of stages of an engine. With `tp_size * pp_size` above 1 that many neighbouring ranks
-            share an engine, each with a part of it: for models that no rank can hold.
+        resources: Resources of that process, by the names of Ray's options.
+        ahead: 1: the answers of a step are drawn during the previous step, by a copy of the weights from
+            before that step. Ratios are relative to the probabilities of the draws. Steps that save a
+            training state are not overlapped. 0: answers are drawn by the current weights.
+        kv_memory: Size of the cache on each rank in bytes. Default: enough for all concurrent answers.
+        tp_size: Number of tensor parallel ranks of an engine.
+        pp_size: Number of pipeline stages of an engine. If `tp_size * pp_size` is above 1, that many adjacent
+            ranks share an engine, each with a part of it: for models that do not fit on one rank.
 
     Raises:
-        ValueError: An attribute is out of its range.
+        ValueError: An attribute is out of range.
     """
 
     placement: Literal["local", "ray"] = "local"
@@ -65,7 +64,7 @@ class RolloutOptions:
         if self.ahead and self.tp_size * self.pp_size > 1:
             raise ValueError(
                 f"ahead={self.ahead} and tp_size={self.tp_size}, pp_size={self.pp_size}: an engine of "
-                "several ranks communicates, and so does the step that it would run beside: leave one out"
+                "several ranks communicates, and so does the concurrent step: leave one out"
             )
 
 
@@ -76,7 +75,7 @@ def _check(placement: str, resources: Mapping[str, Any], kv_memory: float | None
         raise ValueError(f"resources={dict(resources)} are those of an actor: give placement='ray', too")
     if (
         kv_memory is not None and kv_memory <= 1
-    ):  # a fraction would be of what happens to be free, on each rank
+    ):  # a fraction of the free memory would differ between ranks and runs
         raise ValueError(f"kv_memory={kv_memory}: give bytes, or leave it out")
 
 
@@ -92,35 +91,35 @@ def _check_ranks(tp_size: int, pp_size: int, placement: str) -> None:
 
 
 class RolloutEngine:
-    """An engine that answers with the parameters of a model that is being trained.
+    """An engine with the parameters of a model in training.
 
     Args:
-        model: The model, boosted or not, under any methods, with adapters (LoRA) or without. Each rank has an
-            engine of its own, for its own prompts, with all parameters: those of `model` under DDP and
-            ZeRO 1 and 2, else a copy; or shares one with its neighbours, see `tp_size`. The ranks of the job
-            make it together.
-        tokenizer: That of the model.
-        max_length: Most tokens of a prompt and its answer.
-        max_running: Most answers that are made at a time.
-        placement: "ray": the engine is in a process of Ray, on whatever machine that chooses, with weights of
-            its own. Ray has to be running.
-        resources: What that process needs, by the names of Ray's options, as `{"num_gpus": 1}`.
-        has_copy: Whether it has weights of its own in any case, which change with `sync` alone.
-        tp_size: Number of ranks that share each layer of an engine, neighbours in the job.
-        pp_size: Number of stages of an engine. Where `tp_size * pp_size` ranks share one, `generate` is
-            collective over them, and each has a part of the copy; of the model itself where that is cut over
-            `tp_size` tensor ranks alone.
-        options: Further ones, by the names of the engine's options.
+        model: The model, boosted or not, with any parallel methods, with adapters (LoRA) or without. Each
+            rank has its own engine for its own prompts, with all parameters: those of `model` under DDP and
+            ZeRO 1 and 2, else a copy; or shares one with adjacent ranks, see `tp_size`. Collective over the
+            job.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a prompt and its answer.
+        max_running: Maximum number of concurrent answers.
+        placement: "ray": the engine has its own weights in a process of Ray, on a machine chosen by Ray. Ray
+            must be running.
+        resources: Resources of that process, by the names of Ray's options, such as `{"num_gpus": 1}`.
+        has_copy: Whether it always has its own weights, which change with `sync` only.
+        tp_size: Number of tensor parallel ranks of an engine, adjacent in the job.
+        pp_size: Number of pipeline stages of an engine. If `tp_size * pp_size` ranks share one, `generate` is
+            collective over them, and each has a part of the copy; or of the model itself, if that is sharded
+            over `tp_size` tensor ranks only.
+        options: Further options of the engine.
 
     Attributes:
-        version: How often `sync` was called.
-        cache_bytes: What keys and values may take.
-        copy_bytes: What parameters of its own take: 0 where it reads those in training.
+        version: Number of calls of `sync`.
+        cache_bytes: Size of the cache of keys and values.
+        copy_bytes: Size of its own parameters; 0 if it reads those in training.
         num_ranks: Number of ranks that share it.
 
     Raises:
-        ValueError: `model` is none that can be served, `tp_size` and `pp_size` do not divide the ranks of the
-            job or cannot share the layers, or `placement` is "ray" and Ray is not running.
+        ValueError: `model` cannot be served, `tp_size` and `pp_size` do not divide the ranks of the job or
+            cannot share the layers, or `placement` is "ray" and Ray is not running.
     """
 
     def __init__(
@@ -158,7 +157,7 @@ class RolloutEngine:
             self._sampler = RaySampler(config, dtype, tokenizer, resources=resources, **options)
             self._weights = RayWeights(raw, self._sampler)
         elif self.num_ranks > 1:
-            # Caches are cut over the ranks as layers are, so that the memory is for the answers of all.
+            # Caches are sharded like layers, so the memory is for the answers of all these ranks.
             options["max_running"] *= self.num_ranks
             mesh = _mesh_of_engines(tp_size, pp_size)
             if has_copy or not is_cut_alike(raw, mesh):
@@ -176,42 +175,41 @@ class RolloutEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[Rollout]]:
-        """Return for each prompt as many answers as its parameters say.
+        """Return the answers to each prompt.
 
-        No other rank takes part but those that share the engine, which call it as often, each with its own
-        prompts or none. The model is in evaluation mode meanwhile: dropout draws nothing.
+        Collective over the ranks that share the engine, which call it the same number of times, each with its
+        own prompts or none. The model is in evaluation mode meanwhile, without dropout.
 
         Args:
-            prompts: Tokens.
-            params: How each is answered.
+            prompts: Prompts as tokens.
+            params: Sampling parameters of each prompt.
 
         Raises:
-            ValueError: A prompt can never be answered; on all ranks that share the engine.
-            RuntimeError: The model computes a NaN, or the engine has failed; on all these ranks.
+            ValueError: A prompt cannot be served; raised on all ranks that share the engine.
+            RuntimeError: The model computes a NaN, or the engine has failed; raised on all these ranks.
         """
         return self._sampler.generate(prompts, params)
 
     def sync(self) -> None:
-        """Answer with the parameters as they are now; every rank of the job calls it.
+        """Use the current parameters from now on; collective over the job.
 
-        Nothing that was computed with the earlier ones is used. Where the engine has weights of its own they
-        are handed over tensor by tensor: in memory is one of them beside, and a rank receives each byte that
-        it does not hold once.
+        Cached results of earlier values are dropped. An engine with its own weights receives them tensor by
+        tensor: the peak memory is one extra tensor, and a rank receives each missing byte once.
         """
         self._weights.refresh()
         self.version += 1
         self._sampler.weights_changed()
 
     def close(self) -> None:
-        """End what it has started; an actor of Ray, that is."""
+        """End the actor of Ray, if there is one."""
         self._sampler.close()
 
 
 def _mesh_of_engines(tp_size: int, pp_size: int) -> Mesh:
-    """Return the ranks of the job as engines of `pp_size` stages of `tp_size` ranks each.
+    """Divide the ranks of the job into engines of `pp_size` stages of `tp_size` ranks each.
 
     Raises:
-        ValueError: The product of both does not divide the ranks of the job.
+        ValueError: `tp_size * pp_size` does not divide the ranks of the job.
     """
     job = gpc.mesh
     engines, rest = divmod(job.world_size, tp_size * pp_size)

@@ -1,7 +1,7 @@
-"""Rollouts in a process of Ray, on the machine that Ray chooses: weights travel there, answers come back.
+"""Rollouts in a process of Ray, on a machine chosen by Ray: weights are sent there, answers come back.
 
-Each rank has an actor of its own. A sync hands it one whole tensor after the other; two of them are under way
-at most. Ray has to be running: `ray start --head` on one machine, `ray start --address ...` on the others.
+Each rank has its own actor. A sync sends whole tensors one after another, with two in flight at most. Ray
+must be running: `ray start --head` on one machine, `ray start --address ...` on the others.
 """
 
 import logging
@@ -20,20 +20,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class RolloutActor:
-    """What runs in Ray's process: a model, filled tensor by tensor, and its sampler.
+    """Actor in Ray's process: a model, loaded tensor by tensor, and its sampler.
 
     Args:
-        config: Of transformers.
-        dtype: The name of the dtype of the parameters.
-        tokenizer: That of the model.
-        options: By the names of the engine's options.
+        config: Config of transformers.
+        dtype: Name of the dtype of the parameters.
+        tokenizer: The tokenizer of the model.
+        options: Options of the engine.
     """
 
     def __init__(self, config: Any, dtype: str, tokenizer: Any, options: Mapping[str, Any]) -> None:
         from transformers import AutoModelForCausalLM
 
         device = torch.device("cpu")
-        if torch.accelerator.is_available():  # Ray shows an actor those that it was given
+        if torch.accelerator.is_available():  # Ray limits an actor to its assigned devices
             device = torch.device(torch.accelerator.current_accelerator() or "cpu")
         with device:
             model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
@@ -42,21 +42,21 @@ class RolloutActor:
         self._sampler = LocalSampler(self._model, tokenizer, **options)
 
     def load(self, name: str, bits: Any, dtype: str) -> None:
-        """Take over the values of a tensor, as an array of integers of its width."""
+        """Copy the values of a tensor from an array of integers of the same width."""
         values = torch.from_numpy(bits.copy()).view(getattr(torch, dtype))
         with torch.no_grad():
             self._named[name].copy_(values.view(self._named[name].shape))
 
     def names(self) -> list[list[str]]:
-        """Return the names of the model's tensors, those of one tensor together."""
+        """Return the names of the model's tensors; the names of a tied tensor form one list."""
         return names_of_tensors(self._named)
 
     def weights_changed(self) -> None:
-        """Forget what was computed with earlier weights."""
+        """Drop cached results of earlier weights."""
         self._sampler.weights_changed()
 
     def generate(self, prompts: list[list[int]], params: list[SamplingParams]) -> list[list[Rollout]]:
-        """Return answers."""
+        """Return the answers to each prompt."""
         return self._sampler.generate(prompts, params)
 
 
@@ -64,11 +64,11 @@ class RaySampler(Sampler):
     """A sampler in an actor of Ray.
 
     Args:
-        config: Of the model, as transformers has it.
-        dtype: Of its parameters.
-        tokenizer: That of the model.
-        resources: Of the actor, by the names of Ray's options, as `{"num_gpus": 1}`.
-        options: By the names of the engine's options.
+        config: Config of transformers.
+        dtype: Dtype of the parameters.
+        tokenizer: The tokenizer of the model.
+        resources: Resources of the actor, by the names of Ray's options, such as `{"num_gpus": 1}`.
+        options: Options of the engine.
 
     Raises:
         ValueError: Ray is not installed, or not running.
@@ -89,14 +89,14 @@ class RaySampler(Sampler):
         self.names: list[list[str]] = self._answer(self._actor.names.remote())
 
     def load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Hand values over, by the names of the model's tensors; all are taken, also after an error.
+        """Send values by the names of the model's tensors; consumes all tensors, also after an error.
 
         Raises:
             RuntimeError: The actor has ended.
         """
         under_way: list[Any] = []
         problem: Exception | None = None
-        for name, tensor in tensors:  # to the end: other ranks send parts of them
+        for name, tensor in tensors:  # consume all: the iteration is collective
             if problem is not None:
                 continue
             try:
@@ -141,8 +141,8 @@ class RayWeights(EngineWeights):
     """The values of a model in an actor of Ray.
 
     Args:
-        source: What this rank has of the model in training.
-        sampler: The actor's.
+        source: This rank's part of the model in training.
+        sampler: The sampler of the actor.
     """
 
     def __init__(self, source: nn.Module, sampler: RaySampler) -> None:

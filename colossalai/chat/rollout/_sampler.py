@@ -1,4 +1,4 @@
-"""Samplers: draw answers with their log-probabilities from a model in this process, or in parts on ranks."""
+"""Samplers: answers with log-probabilities, by a model in this process or by parts on several ranks."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -17,10 +17,10 @@ class Rollout:
     """An answer.
 
     Attributes:
-        token_ids: Its tokens; the one that ended it is the last.
-        logprobs: The log-probabilities with which the engine's model has them, before any temperature.
-        text: The text, without what ended it.
-        is_cut: Whether it ended since it was as long as may be.
+        token_ids: Its tokens, including the end token or stop token.
+        logprobs: Log-probabilities under the engine's model, before the temperature.
+        text: Its text, without the stop.
+        is_cut: Whether it was truncated at the maximum length.
     """
 
     token_ids: tuple[int, ...]
@@ -30,32 +30,32 @@ class Rollout:
 
 
 class Sampler(ABC):
-    """Abstract: what answers prompts."""
+    """Abstract: generates answers to prompts."""
 
     @abstractmethod
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[Rollout]]:
-        """Return for each prompt as many answers as its parameters say."""
+        """Return the answers to each prompt."""
 
     @abstractmethod
     def weights_changed(self) -> None:
-        """Forget what was computed with earlier weights."""
+        """Drop cached results of earlier weights."""
 
     def close(self) -> None:  # noqa: B027 - an engine in this process ends with its last reference
-        """End what was started."""
+        """Free the resources."""
 
 
 class LocalSampler(Sampler):
-    """A sampler on the package's engine.
+    """A sampler with the package's engine.
 
     Args:
-        model: A causal language model, whole; it goes on belonging to its owner.
+        model: An unsharded causal language model, which still belongs to the caller.
         tokenizer: Its tokenizer.
-        options: By the names of the engine's options.
+        options: Options of the engine.
 
     Raises:
-        ValueError: `model` is none that can be served.
+        ValueError: `model` cannot be served.
     """
 
     def __init__(self, model: Any, tokenizer: Any, **options: Any) -> None:
@@ -65,7 +65,7 @@ class LocalSampler(Sampler):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[Rollout]]:
-        """See the base class. The model is in evaluation mode meanwhile: dropout draws nothing."""
+        """See the base class. The model is in evaluation mode meanwhile, without dropout."""
         with evaluation_mode(self._model):
             found = self._llm.generate(
                 [list(each) for each in prompts], [replace(each, logprobs=0) for each in params]
@@ -73,18 +73,18 @@ class LocalSampler(Sampler):
         return [_rollouts_of(output.outputs) for output in found]
 
     def weights_changed(self) -> None:
-        """See the base class; heard of are also writes where the engine does not look, as `param.data`."""
+        """See the base class; also for writes that the engine does not detect, such as `param.data`."""
         self._llm.weights_changed()
 
 
 class PartsSampler(Sampler):
-    """A sampler on an engine that several ranks share; every method is collective over them.
+    """A sampler with an engine on several ranks; every method is collective over them.
 
     Args:
         part: This rank's part of the model.
         tokenizer: The tokenizer of the model.
-        mesh: The ranks: those along the axes `pp` and `tp` share an engine.
-        options: By the names of the engine's options.
+        mesh: The ranks; those along the axes `pp` and `tp` share an engine.
+        options: Options of the engine.
 
     Raises:
         ValueError: `part` cannot be served.
@@ -97,7 +97,7 @@ class PartsSampler(Sampler):
     def generate(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams]
     ) -> list[list[Rollout]]:
-        """See the base class. The part is in evaluation mode meanwhile: dropout draws nothing."""
+        """See the base class. The part is in evaluation mode meanwhile, without dropout."""
         with evaluation_mode(self._part):
             found = self._engine.generate(prompts, [replace(each, logprobs=0) for each in params])
         return [_rollouts_of(answers) for answers in found]

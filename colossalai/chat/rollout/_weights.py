@@ -1,10 +1,10 @@
-"""Weights of a rollout engine: the parameters in training, or whole tensors put together from parts.
+"""Weights of a rollout engine: the parameters in training, or full tensors gathered from their shards.
 
 [Note: one pass over names]
-Values are handed over in one pass over the names of the model in training, of which one tensor at a time is
-whole in memory. Of a layer with an adapter of low rank (LoRA, 2106.09685) come, in this order and next to
-each other, its own weight W and the factors A and B: handed over is W + scaling B A, computed anew from W
-each time, so that no rounding adds up over syncs.
+Values are transferred in one pass over the names of the model in training, with one full tensor in memory at
+a time. A layer with a low-rank adapter (LoRA, 2106.09685) yields consecutively its own weight W and the
+factors A and B: the transferred value is W + scaling B A, recomputed from W each time, so that rounding
+errors do not accumulate over syncs.
 """
 
 from abc import ABC, abstractmethod
@@ -29,39 +29,39 @@ _FACTORS = (".lora_A.", ".lora_B.")
 
 
 class EngineWeights(ABC):
-    """Abstract: where an engine has its values from.
+    """Abstract: source of an engine's values.
 
     Attributes:
-        num_bytes: What parameters of its own take on this rank; 0 where it has none there.
+        num_bytes: Size of the engine's own parameters on this rank; 0 without any.
     """
 
     num_bytes: int = 0
 
     @abstractmethod
     def refresh(self) -> None:
-        """Take over the values that the model in training has now; every rank calls it."""
+        """Copy the current values of the model in training; collective."""
 
 
 class SharedWeights(EngineWeights):
-    """The parameters in training themselves: there is nothing to take over."""
+    """The parameters in training themselves, which need no copy."""
 
     def refresh(self) -> None:
         """See the base class."""
 
 
 class CopiedWeights(EngineWeights):
-    """A model, or this rank's part of one, that takes over the values of a model in training.
+    """A model, or this rank's part of one, with values copied from a model in training.
 
     Args:
-        source: What this rank has of the model in training, in parts and with adapters or not.
-        mesh: Ranks that share the copy, along the axes `pp` and `tp`; None for a whole copy on this rank.
+        source: This rank's part of the model in training, with or without adapters.
+        mesh: Ranks that share the copy, along the axes `pp` and `tp`; None for a full copy on this rank.
 
     Attributes:
-        part: What this rank has of the copy.
+        part: This rank's part of the copy.
 
     Raises:
-        ValueError: `source` has parameters that are none of its family's, or a layer that the ranks of `mesh`
-            cannot share.
+        ValueError: `source` has parameters that its family lacks, or a layer that the ranks of `mesh` cannot
+            share.
     """
 
     def __init__(self, source: nn.Module, mesh: Mesh | None = None) -> None:
@@ -79,20 +79,20 @@ class CopiedWeights(EngineWeights):
         """See the base class."""
         for name, tensor in self._values.of(self._wanted, into=self._held):
             own = self._held.get(name)
-            # What was put together in the engine's own memory is there.
+            # Skip a tensor that was gathered directly into the engine's memory.
             if own is not None and tensor.data_ptr() != own.data_ptr():
                 (stored,) = opened_tensors({name: tensor}, source="the model in training").tensors.values()
                 fill([(own, stored)])  # the slice of this rank, if the layer is shared
 
 
 class WeightStream:
-    """The weights of a model in training, whole and one after the other, under the names of its family.
+    """Full weights of a model in training, one after another, by the names of its family.
 
     Args:
-        source: What this rank has of it; every rank of the job makes one.
+        source: This rank's part of the model; every rank of the job creates a stream.
 
     Raises:
-        ValueError: A layer of `source` has several adapters at work.
+        ValueError: A layer of `source` has several active adapters.
     """
 
     def __init__(self, source: nn.Module) -> None:
@@ -103,17 +103,17 @@ class WeightStream:
     def of(
         self, wanted: Sequence[Sequence[str]], *, into: Mapping[str, Tensor] = MappingProxyType({})
     ) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors by their names; collective: every rank takes all of them, at the same time.
+        """Yield tensors by name; collective: all ranks iterate over all tensors together.
 
         See [Note: one pass over names].
 
         Args:
             wanted: The names of each tensor of a model of the family.
-            into: Memory for tensors by name, which is used where one is put together.
+            into: Destination memory of gathered tensors, by name.
 
         Raises:
-            ValueError: The model has others; after the last tensor, and on all ranks. Or an adapter changes a
-                weight that another layer shares; before the first.
+            ValueError: The model has other tensors (raised after the last one, on all ranks), or an adapter
+                changes a weight that is shared with another layer (raised before the first one).
         """
         self._refuse_shared(wanted)
         known = {name for names in wanted for name in names}
@@ -125,16 +125,17 @@ class WeightStream:
             elif name not in seen:
                 seen.add(name)
                 yield name, tensor
-        missing = [names[0] for names in wanted if seen.isdisjoint(names)]  # tied ones have one of them
+        missing = [names[0] for names in wanted if seen.isdisjoint(names)]  # tied tensors have one name
         if unknown or missing:
             raise ValueError(
-                "the engine cannot answer with this model: it has "
-                f"{', '.join(unknown[:3]) or 'nothing'} beside what its family has, and lacks "
+                "the engine cannot serve this model: compared with its family it has in addition "
+                f"{', '.join(unknown[:3]) or 'nothing'}, and lacks "
                 f"{', '.join(missing[:3]) or 'nothing'} (of adapters it takes LoRA without biases)"
             )
 
     def _refuse_shared(self, wanted: Sequence[Sequence[str]]) -> None:
-        # The other layer would get what is added for the first: as two weights they are another family.
+        # The delta of one layer would also change the other one; as separate weights the model is another
+        # family.
         for names in wanted:
             if len(names) > 1 and any(name.removesuffix(".weight") in self._adapters for name in names):
                 raise ValueError(
@@ -143,7 +144,7 @@ class WeightStream:
                 )
 
     def _plain(self, into: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield tensors under names without adapters, these added; what is no weight keeps its name."""
+        """Yield tensors by their names without adapters, deltas added; other tensors keep their names."""
         arriving = gathered_weights(
             self._source,
             gpc.mesh,
@@ -157,13 +158,13 @@ class WeightStream:
                 adapter = self._adapters.get(layer)
                 owner, _, what = of_adapter.rpartition(".")
                 if kind and (adapter is None or owner != adapter.name):
-                    continue  # it is not at work
+                    continue  # an inactive adapter
                 if kind == ".lora_A." and what == "weight":
                     factor = tensor
                 elif kind == ".lora_B." and what == "weight":
                     yield f"{layer}.weight", self._adapted(weight, layer, factor, tensor)
                 elif name.removesuffix(".weight") in self._adapters and name.endswith(".weight"):
-                    weight = tensor  # which is yielded when its factors have come
+                    weight = tensor  # yielded once its factors have arrived
                 else:
                     yield name, tensor
 
@@ -175,7 +176,7 @@ class WeightStream:
 
 
 def names_of_tensors(named: Mapping[str, Tensor]) -> list[list[str]]:
-    """Return the names of tensors, those of one next to each other."""
+    """Return the names of tensors, grouped by tensor."""
     groups: dict[int, list[str]] = {}
     for name, value in named.items():
         groups.setdefault(id(value), []).append(name)
@@ -183,7 +184,7 @@ def names_of_tensors(named: Mapping[str, Tensor]) -> list[list[str]]:
 
 
 class _Adapter(NamedTuple):
-    """What is to be known of an adapter beside its factors; whether its layer is (in, out) is one."""
+    """Settings of an adapter; `is_transposed` marks a layer with a weight of shape (in, out)."""
 
     name: str
     scaling: float
@@ -191,16 +192,16 @@ class _Adapter(NamedTuple):
 
 
 def _all_adapters(model: nn.Module) -> dict[str, _Adapter]:
-    """Return the adapters at work by the plain names of their layers, on whatever ranks; collective.
+    """Return the active adapters of all ranks by the plain names of their layers; collective.
 
     Raises:
-        ValueError: A layer of `model` has several; on all ranks, also on those of other stages.
+        ValueError: A layer of `model` has several; raised on all ranks, including those of other stages.
     """
     own: dict[str, list[tuple[str, float, bool]]] = {}
     for name, layer in model.named_modules():
         scaling = getattr(layer, "scaling", None)
         if isinstance(scaling, dict) and hasattr(layer, "lora_A") and not layer.disable_adapters:
-            # What is merged is in the weight already.
+            # Merged adapters are part of the weight already.
             active = [
                 each
                 for each in layer.active_adapters
@@ -219,7 +220,7 @@ def _all_adapters(model: nn.Module) -> dict[str, _Adapter]:
 
 
 def _parted(name: str) -> tuple[str, str, str]:
-    """Return the layer of an adapter's factor, which one it is, and the rest; of other tensors the name."""
+    """Split an adapter's name into the layer, the factor and the rest; for other tensors (name, "", "")."""
     for kind in _FACTORS:
         layer, found, rest = name.partition(kind)
         if found:
@@ -228,12 +229,12 @@ def _parted(name: str) -> tuple[str, str, str]:
 
 
 def plain_name(name: str) -> str:
-    """Return the name that a parameter has in the model without adapters."""
+    """Return the name of a parameter in the model without adapters."""
     return name.replace("base_model.model.", "", 1).replace(_ADAPTED, "")
 
 
 def config_of(model: nn.Module) -> Any:
-    """Return the config of a model of transformers, or of one within.
+    """Return the config of a model of transformers, or of one inside.
 
     Raises:
         ValueError: `model` has none.
@@ -248,15 +249,15 @@ def config_of(model: nn.Module) -> Any:
 
 
 def is_cut_alike(model: nn.Module, mesh: Mesh) -> bool:
-    """Return whether what this rank holds of a model is its part of an engine; the same on all ranks.
+    """Return whether this rank's part of a model equals its part of an engine; the same on all ranks.
 
     Args:
-        model: What this rank holds of the model in training.
+        model: This rank's part of the model in training.
         mesh: The ranks that share an engine, along the axes `pp` and `tp`.
     """
     job = gpc.mesh
     if any(size > 1 and axis != "tp" for axes in (mesh, job) for axis, size in _model_axes(axes).items()):
-        return False  # stages of both may begin at other blocks
+        return False  # stages of both may begin at different blocks
     if _model_axes(job).get("tp", 1) != mesh.axis_size("tp"):
         return False
     part = empty_part(config_of(model), next(model.parameters()).dtype, mesh, is_lazy=True)
@@ -268,7 +269,7 @@ def _model_axes(mesh: Mesh) -> dict[str, int]:
 
 
 def _cuts_of(params: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
-    """Return how each parameter is cut."""
+    """Return the shape and sharding of each parameter."""
     found = {}
     for name, param in params.items():
         spec = spec_of(param)
@@ -278,7 +279,7 @@ def _cuts_of(params: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
 
 
 def shapes_of(config: Any) -> dict[str, Tensor]:
-    """Return the state dict of a model of transformers on the meta device; tied tensors are one."""
+    """Return the state dict of a model of transformers on the meta device, with tied tensors shared."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -286,10 +287,10 @@ def shapes_of(config: Any) -> dict[str, Tensor]:
 
 
 def served_module(model: nn.Module) -> nn.Module:
-    """Return the model of transformers that an engine can run: of a model with adapters the one within.
+    """Return the module that an engine can run: the base model of a model with adapters.
 
-    Its layers have the adapters, and compute with them. Prompts that are trained are not in it, hence a model
-    with these is returned as it is.
+    Its layers contain the adapters and apply them. Trained prompts are not part of it, so a model with prompt
+    learning is returned unchanged.
     """
     wrapper: Any = model
     if has_adapters(model) and not wrapper.active_peft_config.is_prompt_learning:
@@ -299,7 +300,7 @@ def served_module(model: nn.Module) -> nn.Module:
 
 
 def is_whole(model: nn.Module) -> bool:
-    """Return whether this rank holds all parameters of a model as they are, with adapters or without."""
+    """Return whether this rank has all parameters of a model unsharded, with adapters or without."""
     wanted = {
         name: tuple(each.shape)
         for name, each in shapes_of(config_of(model)).items()
@@ -310,12 +311,12 @@ def is_whole(model: nn.Module) -> bool:
 
 
 def _is_plain(model: nn.Module) -> bool:
-    """Return whether parameters are what a forward reads: not so where a method gathers them for each use."""
+    """Return whether a forward reads the parameters directly, without a method that gathers them."""
     return all(type(param) is nn.Parameter for param in model.parameters())
 
 
 def _without_adapters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters of a model but those of its adapters' layers, by their plain names."""
+    """Return the parameters of a model without those of adapters, by their plain names."""
     inner = served_module(model)
     of_adapters = {
         f"{layer}.{name}"

@@ -93,8 +93,8 @@ def test_packed_texts_are_padded_with_a_text_of_its_own():
     ("rows", "options", "message"),
     [
         ([], {"pad_token_id": 0}, "at least one row"),
-        ([SHORT], {"pad_token_id": None}, "pad_token_id=None is no token"),
-        ([SHORT], {"pad_token_id": -100}, "pad_token_id=-100 is no token"),
+        ([SHORT], {"pad_token_id": None}, "pad_token_id=None is not a token"),
+        ([SHORT], {"pad_token_id": -100}, "pad_token_id=-100 is not a token"),
         ([SHORT], {"pad_token_id": 0, "multiple_of": 0}, "multiple_of=0"),
     ],
 )

@@ -175,8 +175,8 @@ def test_a_stage_that_is_none_is_refused():
         (b"[]", "it has no rows"),
         (b'{"prompt": "a"}\n{"prompt": \n', "rows.jsonl:2: no JSON at column 12"),
         (b'[{"prompt": "a"},\n{"prompt"}]', "rows.jsonl:2: no JSON at column 10"),
-        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "rows.jsonl:2: this is no UTF-8 text"),
-        ('{"prompt": "a"}\n'.encode("utf-16"), "rows.jsonl:1: this is no UTF-8 text"),
+        (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', "rows.jsonl:2: this is not UTF-8 text"),
+        ('{"prompt": "a"}\n'.encode("utf-16"), "rows.jsonl:1: this is not UTF-8 text"),
     ],
     ids=["empty", "blank", "empty list", "line", "list", "bytes", "UTF-16"],
 )
@@ -274,5 +274,5 @@ def test_a_name_is_looked_up_in_the_cache_alone(monkeypatch):
     with pytest.raises(ValueError, match=r"missing\.jsonl: there is no such file$"):
         chat_data("missing.jsonl")
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"other/data: .*the cache of the library datasets cannot be asked"):
+    with pytest.raises(ValueError, match=r"other/data: .*the cache of the library datasets cannot be read"):
         chat_data("other/data")

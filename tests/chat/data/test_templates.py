@@ -150,7 +150,7 @@ def test_an_answered_question_is_asked_again():
 TWO_TURNS = {"messages": chat("q1", "a1", "q2", "a2")}
 # From a name to a template, a row that it does not write, and what is said of it.
 REFUSED = {
-    "thoughts": (LATE_THOUGHTS, TWO_TURNS, "the row: .* writes what is before message 3 otherwise"),
+    "thoughts": (LATE_THOUGHTS, TWO_TURNS, "the row: .* writes the text before message 3 otherwise"),
     "no prompt": (WITHOUT_PROMPT, TWO_TURNS, "the row: .* has no generation prompt"),
     "raises": (BRACKETS, {"messages": [TALK[0], TALK[2]]}, "does not take these messages: no question"),
     "none": (None, TWO_TURNS, "messages need a tokenizer with a chat template"),

@@ -257,7 +257,7 @@ def not_a_number(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
 @pytest.mark.dist
 def test_a_part_that_is_no_number_is_named() -> None:
     for text in run_ranks(fail, 2, RewardSum({"length": (1.0, length), "odd": (0.0, not_a_number)})):
-        assert "rewards of 'odd' are no finite numbers, the first is inf" in text
+        assert "rewards of 'odd' are not finite numbers, the first is inf" in text
 
 
 @pytest.mark.dist
