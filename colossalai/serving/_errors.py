@@ -157,7 +157,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     path, headers = request.scope["path"], error.headers
     if error.status_code == HTTPStatus.BAD_REQUEST and error.__cause__ is not None:
         return ApiError(
-            400, f"the body is not JSON: {_why_unread(error.__cause__)}", code="invalid_json"
+            400, f"the body is not JSON: {_parse_error_reason(error.__cause__)}", code="invalid_json"
         ).response
     if error.status_code == HTTPStatus.NOT_FOUND:
         return ApiError(404, f"there is no {path!a}; /docs lists what is there", headers=headers).response
@@ -169,7 +169,7 @@ async def on_http_error(request: Request, error: Exception) -> Response:
     return ApiError(error.status_code, str(error.detail), headers=headers).response
 
 
-def _why_unread(cause: BaseException) -> str:
+def _parse_error_reason(cause: BaseException) -> str:
     """Return the reason of a parse error whose parser names no character."""
     if isinstance(cause, UnicodeDecodeError):
         return f"it is not in UTF-8 ({cause.reason} at byte {cause.start})"

@@ -63,7 +63,7 @@ class Gate:
             self._front.metrics.received()
         outcome: Outcome = "failed"
         try:
-            await self._answer(visit, scope, receive, _named(visit, send))
+            await self._answer(visit, scope, receive, _with_request_id(visit, send))
             outcome = visit.end()
         except (ClientLeft, asyncio.CancelledError) as error:
             outcome = "aborted"
@@ -74,9 +74,9 @@ class Gate:
             try:
                 visit.on_end.close()  # first: frees the engine from requests without a client
             finally:
-                self._note_the_end(visit, outcome)
+                self._record_end(visit, outcome)
 
-    def _note_the_end(self, visit: Visit, outcome: Outcome) -> None:
+    def _record_end(self, visit: Visit, outcome: Outcome) -> None:
         self._front.leave(visit)
         if visit.is_generating:
             self._front.metrics.ended(visit, outcome)
@@ -86,7 +86,7 @@ class Gate:
     async def _answer(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             body = await self._admit(visit, scope, receive)
-            await self._run_while_heard(visit, scope, body, receive, send)
+            await self._run_until_disconnect(visit, scope, body, receive, send)
         except ApiError as error:
             await error.response(scope, receive, send)
         except ClientLeft:
@@ -115,7 +115,7 @@ class Gate:
                 self._front.enter(visit)
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length) > limit:
-                raise _too_large(limit)
+                raise _body_size_error(limit)
         except ApiError:
             await _discard_body(scope, receive)
             raise
@@ -128,7 +128,7 @@ class Gate:
             if size > limit:
                 if message.get("more_body", False):
                     await _discard_body(scope, receive)
-                raise _too_large(limit)
+                raise _body_size_error(limit)
             chunks.append(message.get("body", b""))
             if not message.get("more_body", False):
                 body = b"".join(chunks)
@@ -148,7 +148,7 @@ class Gate:
             )
 
     # See [Note: a client that disconnects].
-    async def _run_while_heard(
+    async def _run_until_disconnect(
         self, visit: Visit, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
         to_read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
@@ -162,7 +162,7 @@ class Gate:
             await self._app(scope, replay, send)
             return
         answering = asyncio.ensure_future(self._app(scope, replay, send))
-        leaving = asyncio.ensure_future(_wait_for_leaving(visit, receive))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(visit, receive))
         try:
             # The first of the two to complete; the other one is cancelled and awaited below.
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -201,13 +201,13 @@ async def _discard_body(scope: Scope, receive: Receive) -> None:
         size += len(message.get("body", b""))
 
 
-async def _wait_for_leaving(visit: Visit, receive: Receive) -> None:
+async def _wait_for_disconnect(visit: Visit, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
     visit.has_left = True
 
 
-def _named(visit: Visit, send: Send) -> Send:
+def _with_request_id(visit: Visit, send: Send) -> Send:
     """Add the request id to the response headers, and record the status in the visit.
 
     To a disconnected client the server discards data silently, so a stream that a slow reader held up would
@@ -228,5 +228,5 @@ def _named(visit: Visit, send: Send) -> Send:
     return named
 
 
-def _too_large(limit: int) -> ApiError:
+def _body_size_error(limit: int) -> ApiError:
     return ApiError(413, f"the body is larger than {limit} bytes, which this server takes at most")

@@ -93,7 +93,7 @@ class Metrics(Collector):
             # The creation time of a series doubles the number of series, and has no use here.
             family.samples = [each for each in family.samples if not each.name.endswith("_created")]
             yield family
-        yield from self._of_the_engine()
+        yield from self._collect_engine()
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format, version 0.0.4."""
@@ -101,7 +101,7 @@ class Metrics(Collector):
         registry.register(self)
         return generate_latest(registry)
 
-    def _of_the_engine(self) -> Iterator[Metric]:
+    def _collect_engine(self) -> Iterator[Metric]:
         name = self._service.info.name
         up = GaugeMetricFamily("colossalai_engine_up", "Whether the engine runs: 1 or 0.", labels=_MODEL)
         stats: EngineStats | None = None

@@ -194,9 +194,11 @@ class Prompts:
         return 0 if token_id in self._special else len(self.token_text(token_id))
 
     async def _run(self, function: Callable[[Any], Any]) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._with_a_copy, function)
+        return await asyncio.get_running_loop().run_in_executor(
+            self._threads, self._with_tokenizer_copy, function
+        )
 
-    def _with_a_copy(self, function: Callable[[Any], T]) -> T:
+    def _with_tokenizer_copy(self, function: Callable[[Any], T]) -> T:
         tokenizer = self._copies.get()
         try:
             return function(tokenizer)
@@ -212,7 +214,7 @@ class Prompts:
     def _find_anchor(self) -> Tokens:
         if self._tokenizer is None:
             return ()
-        return self._with_a_copy(
+        return self._with_tokenizer_copy(
             lambda tokenizer: tuple(tokenizer("a", add_special_tokens=False)["input_ids"][-1:])
         )
 

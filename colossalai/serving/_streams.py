@@ -97,7 +97,7 @@ class Reply:
     # See [Note: one thread calls the engine].
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):
-            self._service.submit(request, partial(self._listen, index))
+            self._service.submit(request, partial(self._forward, index))
             self._submitted.append(request.request_id)
 
     def _abort(self, request_ids: Sequence[str]) -> None:
@@ -108,19 +108,19 @@ class Reply:
                 except Exception as error:  # the other requests must still be aborted
                     get_dist_logger().error(f"{request_id} could not be aborted: {error!r}")
 
-    def _listen(self, index: int, said: Delta | BaseException) -> None:
+    def _forward(self, index: int, said: Delta | BaseException) -> None:
         """Pass a delta or an error to the event loop, from the engine's thread."""
         with suppress(RuntimeError):  # the loop is closed: the server has ended
-            self._loop.call_soon_threadsafe(self._hear, index, said)
+            self._loop.call_soon_threadsafe(self._receive, index, said)
 
-    def _hear(self, index: int, said: Delta | BaseException) -> None:
+    def _receive(self, index: int, said: Delta | BaseException) -> None:
         if index not in self._open:  # closed or failed before
             return
         if isinstance(said, BaseException):
             del self._open[index]
             self._error = self._error or said
         else:
-            self._note(index, said)
+            self._record_delta(index, said)
             self._arrived.append((index, said))
             if said.is_restart:
                 self._open[index] = self._requests[index].params.n
@@ -130,7 +130,7 @@ class Reply:
                     del self._open[index]
         self._wake.set()
 
-    def _note(self, index: int, delta: Delta) -> None:
+    def _record_delta(self, index: int, delta: Delta) -> None:
         if delta.is_restart:
             void = [place for place in self._num_tokens if place[0] == index]
             self._visit.generated_tokens -= sum(self._num_tokens.pop(place) for place in void)
@@ -226,7 +226,7 @@ class Front:
         self.is_draining = True
         end = time.monotonic() + seconds
         while self._visits and time.monotonic() < end and not is_in_a_hurry():
-            await self._is_empty_within(min(_LOOK_S, end - time.monotonic()))
+            await self._wait_until_empty(min(_LOOK_S, end - time.monotonic()))
         if self._visits:
             self._is_over = True
             why = f"{seconds:g} s were not enough for them"
@@ -235,17 +235,17 @@ class Front:
             get_dist_logger().warning(f"{len(self._visits)} requests are aborted: {why}")
             for reply in self._replies:
                 reply.abort()
-            await self._is_empty_within(ABORT_S)
+            await self._wait_until_empty(ABORT_S)
 
     async def close(self) -> None:
         """End the threads after the last request; the server cancels open requests without waiting."""
         self.is_draining = self._is_over = True
-        await self._is_empty_within(ABORT_S)
+        await self._wait_until_empty(ABORT_S)
         self._door.shutdown()
         self._slow.shutdown()
         self.prompts.close()
 
-    async def _is_empty_within(self, seconds: float) -> bool:
+    async def _wait_until_empty(self, seconds: float) -> bool:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_empty.wait(), seconds)
         return not self._visits

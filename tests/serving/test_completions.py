@@ -9,7 +9,7 @@ import pytest
 
 from colossalai.inference import Delta, SamplingParams, Structure
 from colossalai.serving._visit import Visit
-from colossalai.serving.routes._openai import _Holder
+from colossalai.serving.routes._openai import _DeltaBuffer
 from tests.serving.conftest import Site
 from tests.serving.fake import FakeService
 
@@ -242,7 +242,7 @@ def test_what_cannot_be_has_a_number(site: Site) -> None:
 
 def test_other_answers_wait_for_the_prompts_own_part() -> None:
     visit = Visit({"type": "http", "method": "POST", "path": "/v1/completions"})
-    holder = _Holder(True)
+    holder = _DeltaBuffer(True)
 
     def delta(index: int, text: str) -> Delta:
         return Delta(request_id=visit.request_id, index=index, text=text)
@@ -251,7 +251,7 @@ def test_other_answers_wait_for_the_prompts_own_part() -> None:
     assert holder.pass_on([(0, delta(1, "c")), (1, delta(1, "d"))]) == [(1, delta(1, "d"))]
     expected = [(0, delta(0, "e")), (0, delta(1, "a")), (0, delta(1, "c")), (0, delta(1, "f"))]
     assert holder.pass_on([(0, delta(0, "e")), (0, delta(1, "f"))]) == expected
-    assert _Holder(False).pass_on([(0, delta(1, "a"))]) == [(0, delta(1, "a"))]
+    assert _DeltaBuffer(False).pass_on([(0, delta(1, "a"))]) == [(0, delta(1, "a"))]
 
 
 def test_echo_of_tokens_without_logprobs(site: Site) -> None:

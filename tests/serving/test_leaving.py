@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from colossalai.serving._gate import ClientLeft, _named
+from colossalai.serving._gate import ClientLeft, _with_request_id
 from colossalai.serving._visit import Visit
 from tests.serving.conftest import Site, wait_until
 from tests.serving.fake import LIMIT_S
@@ -149,7 +149,7 @@ def test_nothing_is_sent_to_a_client_that_has_left() -> None:
     async def send(message: Any) -> None:
         sent.append(message)
 
-    named = _named(visit, send)
+    named = _with_request_id(visit, send)
     part = {"type": "http.response.body", "body": b"a", "more_body": True}
     asyncio.run(named(part))
     visit.has_left = True

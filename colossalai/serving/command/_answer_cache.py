@@ -76,7 +76,7 @@ class AnswerCache(ServiceInFront):
             version = self._version
             self._num_hits += found is not None
         if found is None:
-            self._service.submit(request, _Recorder(self, request, key, version, listener).hear)
+            self._service.submit(request, _CachingListener(self, request, key, version, listener).hear)
             return
         for delta in found:
             listener(
@@ -122,7 +122,7 @@ class AnswerCache(ServiceInFront):
         return self._kept.get(key)
 
 
-class _Recorder:
+class _CachingListener:
     """Listener that forwards the deltas of a request and stores its complete answers.
 
     Args:
@@ -148,7 +148,7 @@ class _Recorder:
             self._heard[heard.index].append(heard)
             ends = [deltas[-1].finish_reason if deltas else None for deltas in self._heard]
             if heard.finish_reason is not None and all(reason in _WHOLE for reason in ends):
-                answers = tuple(map(_joined, self._heard))
+                answers = tuple(map(_concatenate, self._heard))
                 self._cache.keep(self._request, self._key, self._version, answers)
         self._listener(heard)
 
@@ -169,7 +169,7 @@ def _hashable(params: SamplingParams, name: str) -> Hashable:
     return value
 
 
-def _joined(deltas: Sequence[Delta]) -> Delta:
+def _concatenate(deltas: Sequence[Delta]) -> Delta:
     """Concatenate the deltas of an answer."""
     last = deltas[-1]
     logprobs: tuple[TokenLogprobs, ...] | None = None

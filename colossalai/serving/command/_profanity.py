@@ -57,7 +57,7 @@ class ProfanityWords:
         self.root = _Node()
         for word in words:
             node = self.root
-            for letter in " ".join(_folded(word).split()):
+            for letter in " ".join(_fold(word).split()):
                 node = node.following.setdefault(letter, _Node())
             node.is_end = node is not self.root
         if not self.root.following:
@@ -121,7 +121,7 @@ class ProfanityScan:
         for place in range(self._next + 1, end):
             if not _is_mark(self._text[place - self._origin]):
                 self._look(place)
-        if end > self._next and self._could_go_on():
+        if end > self._next and self._may_continue():
             end = self._next
         return self._take(min([end, *self._whole, *(start for _, start in self._begun)]))
 
@@ -144,30 +144,30 @@ class ProfanityScan:
     def _look(self, end: int) -> None:
         """Match the letter that ends at an offset."""
         start, self._next = self._next, max(end, self._next)
-        for letter in _folded(self._text[start - self._origin : end - self._origin]):
+        for letter in _fold(self._text[start - self._origin : end - self._origin]):
             if letter == self._before == " ":
                 continue
-            if any(not self._is_inside(letter) for _ in self._whole):
+            if any(not self._continues_word(letter) for _ in self._whole):
                 self.has_found = True
             reached = [(found, begin) for node, begin in self._begun if (found := node.following.get(letter))]
-            if (found := self._root.following.get(letter)) and not self._is_inside(letter):
+            if (found := self._root.following.get(letter)) and not self._continues_word(letter):
                 reached.append((found, start))
             self._begun, self._before = reached, letter
             self._whole = [begin for node, begin in reached if node.is_end]
 
-    def _is_inside(self, letter: str) -> bool:
+    def _continues_word(self, letter: str) -> bool:
         """Whether a letter continues the word of the previous letter."""
         return _continues(letter) or (_is_spaced(self._before) and _is_spaced(letter))
 
-    def _could_go_on(self) -> bool:
+    def _may_continue(self) -> bool:
         """Whether the last letter, with marks that may follow, can belong to a word of the list."""
-        first = _folded(self._text[self._next - self._origin])[:1]
+        first = _fold(self._text[self._next - self._origin])[:1]
         if not first or self._whole or any(first in node.following for node, _ in self._begun):
             return True
-        return first in self._root.following and not self._is_inside(first)
+        return first in self._root.following and not self._continues_word(first)
 
 
-def _folded(text: str) -> str:
+def _fold(text: str) -> str:
     folded = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     return "".join(
         " " if letter.isspace() else letter for letter in folded if unicodedata.category(letter) != "Cf"
@@ -225,7 +225,7 @@ class ProfanityFilter(ServiceInFront):
                 "logprobs name the words that this server filters (--profanity-file); leave them out"
             )
         if not self._words.are_in(self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)):
-            self._service.submit(request, _Guard(self._service, self._words, request, listener).hear)
+            self._service.submit(request, _FilterListener(self._service, self._words, request, listener).hear)
             return
         for index in range(params.n):
             listener(
@@ -246,7 +246,7 @@ class ProfanityFilter(ServiceInFront):
         self._service.update_weights(path, in_flight=in_flight)
 
 
-class _Guard:
+class _FilterListener:
     """Listener that forwards the deltas of a request without forbidden words.
 
     Args:

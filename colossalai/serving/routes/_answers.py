@@ -303,7 +303,9 @@ class CompletionForm:
         top = [None if isinstance(each, int) else self._top(each) for each in found]
         return {
             "tokens": [self._prompts.token_text(token) for token in named],
-            "token_logprobs": [None if isinstance(each, int) else _finite(each.logprob) for each in found],
+            "token_logprobs": [
+                None if isinstance(each, int) else _clamp_logprob(each.logprob) for each in found
+            ],
             "top_logprobs": top if self._num_top else None,
             "text_offset": offsets,
         }
@@ -312,7 +314,7 @@ class CompletionForm:
         """Return the most likely tokens by their texts; the likelier one of two with the same text."""
         top: dict[str, float] = {}
         for token, logprob in (*found.top, (found.token_id, found.logprob)):
-            top.setdefault(self._prompts.token_text(token), _finite(logprob))
+            top.setdefault(self._prompts.token_text(token), _clamp_logprob(logprob))
         return top
 
 
@@ -376,12 +378,12 @@ class ChatForm:
     def _named(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self._prompts.token_text(token),
-            "logprob": _finite(logprob),
+            "logprob": _clamp_logprob(logprob),
             "bytes": self._prompts.token_bytes(token),
         }
 
 
-def _finite(logprob: float) -> float:
+def _clamp_logprob(logprob: float) -> float:
     """Replace -inf, which JSON cannot represent, by OpenAI's value."""
     return max(_IMPOSSIBLE, logprob)
 

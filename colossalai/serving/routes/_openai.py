@@ -261,7 +261,7 @@ async def _answer(
     )  # a stream begins with its first token, so an error before it still sets the status
     if body.stream:
         holds = requests[0].params.prompt_logprobs is not None
-        return EventStream(_events(visit, reply, heard, answers, form, _Holder(holds)))
+        return EventStream(_events(visit, reply, heard, answers, form, _DeltaBuffer(holds)))
     while heard is not None:
         for prompt, delta in heard:
             answers.add(prompt, delta)
@@ -269,7 +269,7 @@ async def _answer(
     return JSONResponse(form.whole(answers))
 
 
-class _Holder:
+class _DeltaBuffer:
     """Buffer of deltas that arrive before answer 0 has returned the prompt's log-probabilities.
 
     Args:
@@ -298,7 +298,7 @@ class _Holder:
 
 
 async def _events(
-    visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers, form: Form, holder: _Holder
+    visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers, form: Form, holder: _DeltaBuffer
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error of the engine is the last event."""
     try:

@@ -29,7 +29,7 @@ class StrictBody(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _say_what_is_unknown(cls, data: Any) -> Any:
+    def _reject_unknown_fields(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             text = "it must be a JSON object (and the header Content-Type must be application/json)"
             raise PydanticCustomError("object", "{text}", {"text": text})
@@ -64,7 +64,7 @@ def _is_whole(value: Any) -> bool:
     return True
 
 
-def _worded(expected: str) -> WrapValidator:
+def _union_of(expected: str) -> WrapValidator:
     """Return a validator with one error message for a union, where pydantic has one for each branch."""
 
     def validate(value: Any, handler: Callable[[Any], Any]) -> Any:
@@ -139,7 +139,7 @@ class GeneratingBody(StrictBody):
     top_k: int | None = None
     min_p: float | None = None
     min_tokens: int | None = None
-    stop: Annotated[str | _Texts | None, _worded("a text, or a list of texts")] = None
+    stop: Annotated[str | _Texts | None, _union_of("a text, or a list of texts")] = None
     stop_token_ids: _TokenIds | None = None
     ignore_eos: bool | None = None
     seed: int | None = None
@@ -206,7 +206,7 @@ class CompletionBody(GeneratingBody):
 
     prompt: Annotated[
         str | _Texts | _TokenIds | Annotated[list[_TokenIds], Field(fail_fast=True)],
-        _worded("a text, a list of texts, a list of token ids, or a list of such lists"),
+        _union_of("a text, a list of texts, a list of token ids, or a list of such lists"),
     ]
     logprobs: int | None = Field(
         None, description="Log-probabilities of the tokens, and of so many most likely ones."
@@ -240,7 +240,7 @@ class ChatMessage(StrictBody):
     )
     content: Annotated[
         str | Annotated[list[TextPart], Field(fail_fast=True)],
-        _worded('a text, or a list of {"type": "text", "text": ...}; images, audio and files are not read'),
+        _union_of('a text, or a list of {"type": "text", "text": ...}; images, audio and files are not read'),
     ]
     name: str | None = None
 
