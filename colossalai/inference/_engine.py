@@ -58,7 +58,7 @@ _NOT_DRAWN = {
 
 
 @dataclass(frozen=True)
-class _UnderWay:
+class _InFlightStep:
     """A submitted step, and its time of submission."""
 
     planned: PlannedStep
@@ -104,21 +104,21 @@ class InferenceEngine:
         )
         self._open: dict[str, OpenRequest] = {}
         self._answer_of: dict[RunningSequence, OpenAnswer] = {}
-        self._under_way: deque[_UnderWay] = deque()
+        self._in_flight: deque[_InFlightStep] = deque()
         self._number_of = {name: number for number, name in enumerate(limits.adapters, 1)}
         self._pace = PromptPace()
         self._speculator = speculator
         self._collected = 0.0  # time of the last collected step
         self._num_arrived = 0
         self._weights_version = 0
-        self._torn: str | None = None  # error message after a partial update of the weights
+        self._update_error: str | None = None  # error message after a partial update of the weights
         self._weights_stamp = executor.weights_stamp()
         self._totals = dict.fromkeys(_COUNTED, 0)
 
     @property
     def has_work(self) -> bool:
         """Whether a request is in flight."""
-        return bool(self._open or self._under_way)
+        return bool(self._open or self._in_flight)
 
     @property
     def _has_readers(self) -> bool:
@@ -156,8 +156,8 @@ class InferenceEngine:
             RequestFailed: An update of weights has failed midway, and none has succeeded since.
             ValueError: `request.request_id` is in use.
         """
-        if self._torn is not None:
-            raise RequestFailed(self._torn)
+        if self._update_error is not None:
+            raise RequestFailed(self._update_error)
         self.check(request)
         if request.request_id in self._open:
             raise ValueError(f"a request {request.request_id!r} is in flight; each needs a name of its own")
@@ -194,7 +194,7 @@ class InferenceEngine:
 
     def fail(self, error: BaseException) -> None:
         """End all requests with an error; drops steps in flight and frees all blocks."""
-        self._under_way.clear()
+        self._in_flight.clear()
         self.executor.discard()
         # An incomplete step may not have filled the blocks that are registered in the prefix cache.
         self.scheduler.pool.forget_all()
@@ -227,28 +227,28 @@ class InferenceEngine:
             raise
 
     def _step(self) -> bool:
-        self._end_late_ones()
+        self._abort_timed_out()
         stamp = self.executor.weights_stamp()
         if stamp != self._weights_stamp:
             self._weights_stamp = stamp
             self.weights_changed()
-        while len(self._under_way) < self.executor.depth:
+        while len(self._in_flight) < self.executor.depth:
             self._draft()
             step = self.scheduler.schedule(self._prompt_tokens)
             if step is None:
                 break
             self._submit(step)
-        if not self._under_way:
+        if not self._in_flight:
             return False
         self._collect()
         return True
 
     def _collect(self) -> None:
-        under_way = self._under_way.popleft()
+        pending = self._in_flight.popleft()
         result = self.executor.collect()
-        self._note_pace(under_way)
+        self._note_pace(pending)
         self._totals["steps"] += 1
-        self._apply(under_way, result)
+        self._apply(pending, result)
 
     def stats(self) -> EngineStats:
         """Return the current state."""
@@ -283,7 +283,7 @@ class InferenceEngine:
     @property
     def has_begun(self) -> bool:
         """Whether a request has begun and not ended."""
-        return bool(self._under_way) or self.scheduler.has_begun
+        return bool(self._in_flight) or self.scheduler.has_begun
 
     def update_weights(self, source: WeightSource, *, in_flight: str = "finish") -> None:
         """Replace all values of the model between two steps.
@@ -308,19 +308,21 @@ class InferenceEngine:
             self.hold()
             while in_flight == "finish" and self.has_begun:
                 self.step()
-            while self._under_way:  # steps in flight use the old values: collect them first
+            while self._in_flight:  # steps in flight use the old values: collect them first
                 self._collect()
             self.executor.update_weights(source)
         except BaseException as error:
             if not self.executor.is_torn:
                 raise
-            self._torn = f"the model has new weights in part, and answers again after a whole update: {error}"
-            failure = RequestFailed(self._torn)
+            self._update_error = (
+                f"the model has new weights in part, and answers again after a whole update: {error}"
+            )
+            failure = RequestFailed(self._update_error)
             self.fail(failure)
             raise failure from error
         finally:
             self.release()
-        self._torn = None
+        self._update_error = None
         self._totals["weight_updates"] += 1
         self._weights_stamp = self.executor.weights_stamp()
         self._start_over() if in_flight == "restart" else self.weights_changed()
@@ -347,7 +349,7 @@ class InferenceEngine:
 
         Texts continue where they are. No step may be in flight.
         """
-        assert not self._under_way, "steps are under way"
+        assert not self._in_flight, "steps are in flight"
         names = {opened.request.adapter for opened in self._open.values()}
         self._weights_version += 1
         self.scheduler.pool.forget_all()
@@ -364,13 +366,13 @@ class InferenceEngine:
         for sequence, draft in self._speculator.drafts(room, len(due)).items():
             sequence.draft = self._answer_of[sequence].allowed(draft)
 
-    def _note_pace(self, under_way: _UnderWay) -> None:
+    def _note_pace(self, pending: _InFlightStep) -> None:
         now = self._clock()
-        self._pace.note(under_way.step, now - under_way.began)
+        self._pace.note(pending.step, now - pending.began)
         # Several steps in flight end one after another: a step takes the time between two ends.
-        seconds, self._collected = now - max(under_way.began, self._collected), now
-        if self._speculator is not None and under_way.step.reads_no_prompt:
-            self._speculator.note_step(under_way.step.num_tokens, seconds)
+        seconds, self._collected = now - max(pending.began, self._collected), now
+        if self._speculator is not None and pending.step.reads_no_prompt:
+            self._speculator.note_step(pending.step.num_tokens, seconds)
 
     def _begin(self, opened: OpenRequest) -> None:
         """Queue the sequence that reads the prompt of a request."""
@@ -388,13 +390,13 @@ class InferenceEngine:
     def _submit(self, step: BatchStep) -> None:
         began = self._clock()
         planned = plan_step(step, self._answer_of, self._number_of)
-        self._under_way.append(_UnderWay(planned, began))
+        self._in_flight.append(_InFlightStep(planned, began))
         self.executor.submit(planned.order)
 
-    def _apply(self, under_way: _UnderWay, result: StepResult) -> None:
+    def _apply(self, pending: _InFlightStep, result: StepResult) -> None:
         row = scored_row = 0
         for chunk, count, positions in zip(
-            under_way.step.chunks, under_way.planned.num_draws, under_way.planned.scored, strict=True
+            pending.step.chunks, pending.planned.num_draws, pending.planned.scored, strict=True
         ):
             answer = self._answer_of.get(chunk.sequence)
             if answer is not None:  # None: it has ended meanwhile
@@ -431,7 +433,7 @@ class InferenceEngine:
             added = [[token] for token in token_ids]
         opened = answer.of
         if opened.failure is not None:
-            self._fail_one(opened, _not_followed(opened.failure))
+            self._fail_one(opened, _decoding_error(opened.failure))
             return
         failure = min(0, *(min(tokens) for tokens in added))
         if failure:
@@ -450,7 +452,7 @@ class InferenceEngine:
             try:
                 delta = each.end("length") if opened.max_tokens == 0 else each.take(tokens, logprobs)
             except Exception as error:  # a grammar or a tokenizer failed; other requests continue
-                self._fail_one(opened, _not_followed(error))
+                self._fail_one(opened, _decoding_error(error))
                 return
             self._totals["generated_tokens"] += len(delta.token_ids)
             if sequence.index == 0:
@@ -498,7 +500,7 @@ class InferenceEngine:
             opened.has_begun = True
             self._totals["prefix_hit_tokens"] += sequence.num_cached or 0
 
-    def _end_late_ones(self) -> None:
+    def _abort_timed_out(self) -> None:
         now = self._clock()
         late = [
             opened.request.request_id
@@ -509,7 +511,7 @@ class InferenceEngine:
             self.abort(request_id, "timeout")
 
 
-def _not_followed(error: Exception) -> RequestFailed:
+def _decoding_error(error: Exception) -> RequestFailed:
     failed = RequestFailed(f"the answer cannot be gone on with: {type(error).__name__}: {error}")
     failed.__cause__ = error
     return failed

@@ -245,7 +245,7 @@ def answer_all(
     try:
         for collector in collectors:
             engine.submit(collector.request, collector.hear)
-        finished: Iterable[Collector] = _finished(engine, collectors)
+        finished: Iterable[Collector] = _iterate_finished(engine, collectors)
         if shows_progress:  # rich before 15 prints a line even for a disabled bar
             finished = track(finished, "answers", len(collectors))
         for _ in finished:
@@ -256,7 +256,9 @@ def answer_all(
     return [collector.output() for collector in collectors]
 
 
-def _finished(engine: InferenceEngine | RemoteEngine, collectors: Sequence[Collector]) -> Iterator[Collector]:
+def _iterate_finished(
+    engine: InferenceEngine | RemoteEngine, collectors: Sequence[Collector]
+) -> Iterator[Collector]:
     """Run steps; yield each collector at the end of its request."""
     waiting = list(collectors)
     while waiting:

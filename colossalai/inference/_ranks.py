@@ -56,7 +56,7 @@ class StepLink:
         self.stages: Axis = mesh.axis("pp")
         self.tensor: Axis = mesh.axis("tp")
         self.device = device
-        self._under_way: deque[tuple[Callable[[], None], Sequence[Tensor]]] = deque()
+        self._in_flight: deque[tuple[Callable[[], None], Sequence[Tensor]]] = deque()
 
     @property
     def num_ranks(self) -> int:
@@ -89,7 +89,7 @@ class StepLink:
         if length > _FIRST_BYTES - _LENGTH_BYTES:
             missing = length - (_FIRST_BYTES - _LENGTH_BYTES)
             rest = broadcast(self._empty(missing) if rest is None else rest, source, self.tensor)
-        return _joined(first, rest, length)
+        return _join_message(first, rest, length)
 
     def send(self, message: bytes, tensors: Sequence[Tensor], *, stage: int) -> None:
         """Start to send a message, and the tensors it describes, to the same place of another stage."""
@@ -98,10 +98,10 @@ class StepLink:
             if part is not None and part.numel():
                 sent = part.contiguous()
                 wait = start_messages(self.stages, sends={stage: sent}, receives={})
-                self._under_way.append((wait, (sent,)))
+                self._in_flight.append((wait, (sent,)))
         # Buffers in flight must stay alive. An answer implies that older messages have arrived.
-        while len(self._under_way) > 4 * (2 + len(tensors)):
-            self._under_way.popleft()[0]()
+        while len(self._in_flight) > 4 * (2 + len(tensors)):
+            self._in_flight.popleft()[0]()
 
     def receive(self, *, stage: int) -> bytes:
         """Wait for the next message from the same place of another stage, and return it."""
@@ -110,7 +110,7 @@ class StepLink:
         if length > _FIRST_BYTES - _LENGTH_BYTES:
             missing = length - (_FIRST_BYTES - _LENGTH_BYTES)
             rest = self.receive_tensor((missing,), torch.uint8, stage=stage)
-        return _joined(first, rest, length)
+        return _join_message(first, rest, length)
 
     def receive_tensor(self, shape: Sequence[int], dtype: torch.dtype, *, stage: int) -> Tensor:
         """Wait for the next tensor from the same place of another stage, and return it."""
@@ -127,8 +127,8 @@ class StepLink:
 
     def wait(self) -> None:
         """Wait for all pending sends."""
-        while self._under_way:
-            self._under_way.popleft()[0]()
+        while self._in_flight:
+            self._in_flight.popleft()[0]()
 
     def _as_tensors(self, message: bytes) -> tuple[Tensor, Tensor | None]:
         whole = len(message).to_bytes(_LENGTH_BYTES, "little") + message
@@ -144,7 +144,7 @@ def _length_of(first: Tensor) -> int:
     return int.from_bytes(first[:_LENGTH_BYTES].cpu().numpy().tobytes(), "little")
 
 
-def _joined(first: Tensor, rest: Tensor | None, length: int) -> bytes:
+def _join_message(first: Tensor, rest: Tensor | None, length: int) -> bytes:
     message = first[_LENGTH_BYTES : _LENGTH_BYTES + length].cpu().numpy().tobytes()
     return message if rest is None else message + rest.cpu().numpy().tobytes()
 
@@ -177,7 +177,7 @@ class RanksExecutor(Executor):
         if self._link.is_last:
             self._results.append(finish_step(output, order))
         else:
-            _hand_on(self._link, message, output)
+            _send_activations(self._link, message, output)
 
     def collect(self) -> StepResult:
         """Receive the result of the oldest step from the last stage."""
@@ -210,19 +210,19 @@ class RanksExecutor(Executor):
                 f"several ranks read new weights from a file or folder, not from a {type(source).__name__} "
                 "in the memory of one: save it, and give its path"
             )
-        self._tell(_WEIGHTS + os.fsencode(os.path.abspath(source)))
+        self._broadcast(_WEIGHTS + os.fsencode(os.path.abspath(source)))
         self._weights.load(source)
 
     def keep_alive(self) -> None:
         """Send a heartbeat to the other ranks; no step may be in flight."""
-        self._tell(_IDLE)
+        self._broadcast(_IDLE)
 
     def pause(self) -> None:
         """Make `work` return on the other ranks, which call it again before the next step.
 
         No step may be in flight.
         """
-        self._tell(_STOP)
+        self._broadcast(_STOP)
         self._link.wait()
 
     def close(self) -> None:
@@ -231,7 +231,7 @@ class RanksExecutor(Executor):
             self._is_closed = True
             self.pause()
 
-    def _tell(self, message: bytes) -> None:
+    def _broadcast(self, message: bytes) -> None:
         self._link.share(message)
         if not self._link.is_last:
             self._link.send(message, (), stage=1)
@@ -259,11 +259,11 @@ def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
                 with suppress(ValueError, OSError):  # all ranks raise the same error, and rank 0 reports it
                     weights.load(os.fsdecode(message.removeprefix(_WEIGHTS)))
             continue
-        received = None if link.is_first else _received(link, message)
+        received = None if link.is_first else _receive_activations(link, message)
         order = _order_of(message)
         output = runner.run(order.arrays, received)
         if not link.is_last:
-            _hand_on(link, message, output)
+            _send_activations(link, message, output)
         elif link.tensor.rank == 0:
             # One rank draws the tokens: draws of several ranks could differ by rounding.
             result = finish_step(output, order)
@@ -274,19 +274,19 @@ def receive_sample(link: StepLink) -> Any:
     """Receive the sample activations of the previous stage; None on the first stage."""
     if link.is_first:
         return None
-    return _received(link, link.receive(stage=link.stages.rank - 1))
+    return _receive_activations(link, link.receive(stage=link.stages.rank - 1))
 
 
 def send_sample(link: StepLink, output: Any) -> None:
     """Send the sample activations of this stage to the next one, if any."""
     if not link.is_last:
-        _hand_on(link, pack_arrays({}), output)
+        _send_activations(link, pack_arrays({}), output)
         link.wait()
 
 
-def _hand_on(link: StepLink, message: bytes, output: Any) -> None:
+def _send_activations(link: StepLink, message: bytes, output: Any) -> None:
     """Send a step and its activations to the next stage."""
-    tensors, kind = _flat(output)
+    tensors, kind = _flatten_output(output)
     head = [(str(each.dtype).removeprefix("torch."), list(each.shape)) for each in tensors]
     link.send(
         pack_arrays({**unpack_arrays(message), "activations": _text(repr((kind, head)))}),
@@ -295,7 +295,7 @@ def _hand_on(link: StepLink, message: bytes, output: Any) -> None:
     )
 
 
-def _received(link: StepLink, message: bytes) -> Any:
+def _receive_activations(link: StepLink, message: bytes) -> Any:
     kind, head = ast.literal_eval(unpack_arrays(message)["activations"].tobytes().decode())
     tensors = [
         link.receive_tensor(shape, getattr(torch, name), stage=link.stages.rank - 1) for name, shape in head
@@ -305,7 +305,7 @@ def _received(link: StepLink, message: bytes) -> Any:
     return tuple(tensors) if kind == "tuple" else dict(zip(kind, tensors, strict=True))
 
 
-def _flat(output: Any) -> tuple[list[Tensor], Any]:
+def _flatten_output(output: Any) -> tuple[list[Tensor], Any]:
     """Return the tensors of a stage's output, and the structure to rebuild it."""
     if isinstance(output, Tensor):
         return [output], "tensor"
@@ -328,8 +328,8 @@ def _order_as_bytes(order: StepOrder) -> bytes:
 def _order_of(message: bytes) -> StepOrder:
     arrays = unpack_arrays(message)
     return StepOrder(
-        StepArrays(**_below("step.", arrays)),
-        Draws.from_arrays(_below("draw.", arrays)),
+        StepArrays(**_with_prefix("step.", arrays)),
+        Draws.from_arrays(_with_prefix("draw.", arrays)),
         *(arrays[name] for name in ("draw_rows", "scored_rows", "scored_ids", "scored_top")),
     )
 
@@ -342,9 +342,9 @@ def _result_as_bytes(result: StepResult) -> bytes:
 def _result_of(message: bytes) -> StepResult:
     arrays = unpack_arrays(message)
     return StepResult(
-        Drawn.from_arrays(_below("drawn.", arrays)), Drawn.from_arrays(_below("scored.", arrays))
+        Drawn.from_arrays(_with_prefix("drawn.", arrays)), Drawn.from_arrays(_with_prefix("scored.", arrays))
     )
 
 
-def _below(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+def _with_prefix(prefix: str, arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {name.removeprefix(prefix): array for name, array in arrays.items() if name.startswith(prefix)}

@@ -152,7 +152,7 @@ class RemoteEngine:
                 return door.accept()[0]
             except TimeoutError:
                 if self._process.poll() is not None:
-                    raise ValueError(self._story()) from None
+                    raise ValueError(self._failure_message()) from None
 
     def _take(self, line: dict[str, Any]) -> None:
         if "failed" in line:
@@ -174,7 +174,7 @@ class RemoteEngine:
         try:
             self._connection.sendall(json.dumps(line).encode() + b"\n")
         except OSError as error:
-            raise EngineStopped(self._story()) from error
+            raise EngineStopped(self._failure_message()) from error
 
     def _next(self) -> dict[str, Any]:
         line = b""
@@ -183,11 +183,11 @@ class RemoteEngine:
         if not line:
             self._process.wait()
             # Before the first line the ranks have rejected their arguments, after it the engine has failed.
-            raise (EngineStopped if hasattr(self, "max_length") else ValueError)(self._story())
+            raise (EngineStopped if hasattr(self, "max_length") else ValueError)(self._failure_message())
         found: dict[str, Any] = json.loads(line)
         return found
 
-    def _story(self) -> str:
+    def _failure_message(self) -> str:
         told = self._log.read_text(encoding="utf-8", errors="replace").strip()
         return f"the ranks of the engine have ended:\n{told[-4000:]}"
 
@@ -216,7 +216,7 @@ def serve_connection(engine: ThreadedEngine, connection: socket.socket) -> None:
             continue
         request = _request_of(line.get("check") or line["submit"])
         if "check" in line:
-            send({"checked": _refusal(engine, request)})
+            send({"checked": _check_message(engine, request)})
             continue
 
         def hear(heard: Delta | BaseException, name: str = request.request_id) -> None:
@@ -235,7 +235,7 @@ def _lines_of(connection: socket.socket) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def _refusal(engine: ThreadedEngine, request: Request) -> str | None:
+def _check_message(engine: ThreadedEngine, request: Request) -> str | None:
     try:
         engine.check(request)
     except RequestRefused as error:

@@ -234,8 +234,8 @@ def test_a_missing_library_and_another_tokenizer_are_refused_in_words(monkeypatc
 
 def test_grammars_are_kept_the_last_ones_and_matchers_share_nothing(monkeypatch):
     compiler = StructureCompiler(byte_level(), end_token_ids=[1], num_kept=2)
-    compiled, made = compiler._compiled, []
-    monkeypatch.setattr(compiler, "_compiled", lambda one: made.append(one.source) or compiled(one))
+    compiled, made = compiler._compile_grammar, []
+    monkeypatch.setattr(compiler, "_compile_grammar", lambda one: made.append(one.source) or compiled(one))
     for source in "abacab":
         compiler.compile(Structure(kind="regex", source=source))
     assert made == ["a", "b", "c", "b"]

@@ -101,7 +101,7 @@ class AdapterConfig:
             targets=None if targets == _ALL_LINEAR else targets,
             excluded=fields.get("exclude_modules") or (),
             blocks=[blocks] if isinstance(blocks, int) else blocks or None,
-            block_patterns=_listed(fields.get("layers_pattern")),
+            block_patterns=_as_list(fields.get("layers_pattern")),
         )
 
     def rank_of(self, layer: str) -> int:
@@ -172,5 +172,5 @@ def _block_of(layer: str, patterns: Sequence[str]) -> int | None:
     return next((int(match.group(1)) for match in found if match), None)
 
 
-def _listed(value: str | Sequence[str] | None) -> Sequence[str]:
+def _as_list(value: str | Sequence[str] | None) -> Sequence[str]:
     return [value] if isinstance(value, str) and value else value or ()

@@ -170,7 +170,9 @@ def load_adapters(
             names[layer] = path
             if "base" in pair and not _is_same(layer, pair["base"]):
                 raise ValueError(f"adapter {name!r}: {path}.base_layer.weight: the model has other values")
-            found.setdefault(layer, {})[number] = _read(layer, parts, pair, opened.config.scale_of(path))
+            found.setdefault(layer, {})[number] = _read_slices(
+                layer, parts, pair, opened.config.scale_of(path)
+            )
     rows = runner.find_rows(list(found), received)
     unknown = [path for layer, path in names.items() if rows.get(layer) not in ({"tokens"}, {"logits"})]
     if unknown:
@@ -205,14 +207,14 @@ def _is_same(layer: Any, base: StoredTensor) -> bool:
     return bool((values - found).abs().max() <= _SAME_BASE * found.abs().max())
 
 
-def _read(
+def _read_slices(
     layer: Any, parts: ProductParts, pair: Mapping[str, StoredTensor], scale: float
 ) -> tuple[Tensor, Tensor]:
     """Return this rank's slices of A and scale * B, in the dtype of the layer."""
     rank = pair["A"].shape[0]
     device = layer.codes.device if isinstance(layer, QuantizedLinear) else layer.weight.device
     made = []
-    cuts = _cuts(layer, rank) or (None, None)
+    cuts = _factor_specs(layer, rank) or (None, None)
     shapes = ((rank, _in_features(parts)), (parts.out_features, rank))
     for side, shape, cut, factor in zip("AB", shapes, cuts, (1.0, scale), strict=True):
         exact = torch.float64 if pair[side].dtype == torch.float64 else torch.float32
@@ -224,7 +226,7 @@ def _read(
     return made[0], made[1]
 
 
-def _cuts(layer: Any, rank: int) -> tuple[ShardingSpec, ShardingSpec] | None:
+def _factor_specs(layer: Any, rank: int) -> tuple[ShardingSpec, ShardingSpec] | None:
     """Return the specs of A and B for a sharded layer: sharded like its inputs and its outputs."""
     is_quantized = isinstance(layer, QuantizedLinear)
     spec = spec_of(layer.codes if is_quantized else layer.weight)

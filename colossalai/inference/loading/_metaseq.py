@@ -109,7 +109,7 @@ def fill_from(
     opened = checkpoint if isinstance(checkpoint, OpenedModel) else open_checkpoint(checkpoint)
     for stage in model.modules():
         if isinstance(stage, ModelStage):
-            _tell_ties(stage)
+            _mark_ties(stage)
     return fill_model(model, opened, rename=NamesOf(model), any_dtype=True, apply=apply)
 
 
@@ -134,7 +134,7 @@ class NamesOf:
         is_opt = getattr(getattr(whole, "config", None), "model_type", None) == "opt"
         if is_opt and all(name.startswith(_OF_METASEQ) for name in stored):
             stored = dict(_as_transformers(stored))
-        stored = _renamed(stored, names, whole)
+        stored = _rename_old(stored, names, whole)
         stored = _with_base_prefix(stored, names, getattr(whole, "base_model_prefix", ""))
         former = [*_FORMER_BUFFERS, *(getattr(whole, "_keys_to_ignore_on_load_unexpected", None) or ())]
         return {
@@ -144,7 +144,7 @@ class NamesOf:
         }
 
 
-def _tell_ties(stage: ModelStage) -> None:
+def _mark_ties(stage: ModelStage) -> None:
     """Mark parameters shared with other stages as tied, so that a checkpoint may have either name."""
     params = dict(stage.named_parameters(remove_duplicate=False))
     for tie in stage.ties:
@@ -176,7 +176,7 @@ def _as_transformers(stored: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             yield f"{before}.self_attn.{part}.{after}", value.part(box)
 
 
-def _renamed(stored: dict[str, Any], names: Set[str], model: Any) -> dict[str, Any]:
+def _rename_old(stored: dict[str, Any], names: Set[str], model: Any) -> dict[str, Any]:
     """Map tensor names of older versions of transformers to the current ones."""
     if not any(name not in names for name in stored) or not hasattr(model, "is_custom_code"):
         return stored

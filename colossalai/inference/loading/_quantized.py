@@ -71,8 +71,8 @@ def load_quantized(model: nn.Module, checkpoint: str | Path, way: QuantizationWa
         stored = {id(tensor): found for tensor, found in plan.copies}
         kept: list[str] = []
         for layer in _layers(model, way, kept):
-            layer.replace(_quantized(layer, stored))
-        _say_kept(kept, way)
+            layer.replace(_quantize_layer(layer, stored))
+        _log_kept(kept, way)
         materialize(model)
         rest = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         fill([(tensor, found) for tensor, found in plan.copies if id(tensor) in rest])
@@ -91,7 +91,7 @@ def quantize_stored(part: nn.Module, way: QuantizationWay, stored: Mapping[int, 
         stored: Stored values by the ids of the layers' tensors.
     """
     for layer in _quantizable(part, way, []):
-        layer.replace(_quantized(layer, stored))
+        layer.replace(_quantize_layer(layer, stored))
 
 
 def load_saved(model: nn.Module, checkpoint: str | Path, way: QuantizationWay) -> LoadReport:
@@ -144,7 +144,7 @@ def quantize_model(model: nn.Module, way: QuantizationWay) -> nn.Module:
         bias = layer.parts.bias
         found = quantize(layer.parts.weight, way)
         layer.replace(_linear(layer, found, None if bias is None else bias.detach().clone()))
-    _say_kept(kept, way)
+    _log_kept(kept, way)
     return model
 
 
@@ -288,7 +288,7 @@ def _fits(layer: _Layer) -> bool:
     return True
 
 
-def _say_kept(kept: list[str], way: QuantizationWay) -> None:
+def _log_kept(kept: list[str], way: QuantizationWay) -> None:
     if kept:
         get_dist_logger().log_once(
             f"{len(kept)} linear layers are not stored as {way.name}, because its groups do not divide their "
@@ -297,7 +297,7 @@ def _say_kept(kept: list[str], way: QuantizationWay) -> None:
         )
 
 
-def _quantized(layer: _Layer, stored: Mapping[int, StoredTensor]) -> QuantizedLinear:
+def _quantize_layer(layer: _Layer, stored: Mapping[int, StoredTensor]) -> QuantizedLinear:
     """Return a quantized layer with the values of a checkpoint."""
     weight, bias = layer.layer.weight, layer.layer.bias
     spec = layer.spec
@@ -310,19 +310,19 @@ def _quantized(layer: _Layer, stored: Mapping[int, StoredTensor]) -> QuantizedLi
     fill([(values, stored[id(weight)])])
     found = quantize(values if layer.is_out_first else values.t(), layer.way)
     if spec is not None and is_whole:
-        zeros = None if found.zeros is None else _cut(layer, "zeros", found.zeros)
-        codes, scales = _cut(layer, "codes", found.codes), _cut(layer, "scales", found.scales)
+        zeros = None if found.zeros is None else _shard(layer, "zeros", found.zeros)
+        codes, scales = _shard(layer, "codes", found.codes), _shard(layer, "scales", found.scales)
         found = QuantizedWeight(layer.way, codes, scales, zeros)
-    return _linear(layer, found, None if bias is None else _read(bias, stored[id(bias)]))
+    return _linear(layer, found, None if bias is None else _read_slice(bias, stored[id(bias)]))
 
 
-def _cut(layer: _Layer, name: str, whole: Tensor) -> Tensor:
+def _shard(layer: _Layer, name: str, whole: Tensor) -> Tensor:
     spec = layer.spec_of(layer.columns()[name][0])
     assert spec is not None, "the layer is cut"
     return spec.slice_of(whole)
 
 
-def _read(like: Tensor, stored: StoredTensor) -> Tensor:
+def _read_slice(like: Tensor, stored: StoredTensor) -> Tensor:
     """Return this rank's slice of a stored tensor, by the spec of a lazy one."""
     values = torch.zeros(like.shape, dtype=like.dtype)
     spec = spec_of(like)

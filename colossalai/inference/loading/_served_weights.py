@@ -143,11 +143,11 @@ class ServedWeights:
             stored: The new values, by the ids of the tensors of `part`.
         """
         if isinstance(target, QuantizedLinear):
-            linear = self._filled(part, stored)
+            linear = self._fill_part(part, stored)
             assert isinstance(linear, QuantizedLinear), "it is quantized as it was"
             target.load(linear.weight, linear.bias)
         elif isinstance(target, FasterPart):
-            target.load(self._filled(part, stored))
+            target.load(self._fill_part(part, stored))
         else:
             held = {**target._parameters, **target._buffers}
             like = {**part._parameters, **part._buffers}
@@ -156,7 +156,7 @@ class ServedWeights:
             new = {name: found for name, found in pairs if found is not None}
             fill([(own, new[name]) for name, own in held.items() if own is not None and name in new])
 
-    def _filled(self, part: nn.Module, stored: Mapping[int, StoredTensor]) -> nn.Module:
+    def _fill_part(self, part: nn.Module, stored: Mapping[int, StoredTensor]) -> nn.Module:
         """Return a part of the skeleton with values, which may share memory with the source."""
         holder = nn.Module()
         holder.add_module("part", twin_of(part, lambda tensor: tensor))

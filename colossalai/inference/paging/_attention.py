@@ -244,7 +244,7 @@ class PagedStep:
             assert group.tokens is not None, "tokens of several groups are named"
             found = group.attend(cache, query.index_select(0, group.tokens), options)
             output.index_copy_(0, group.tokens, found)
-        for same in self._alike():
+        for same in self._group_prompts():
             self._attend_prompts(same, cache, (query, key, value), options, output)
         return output
 
@@ -326,7 +326,7 @@ class PagedStep:
             num_blocks=num_blocks,
         )
 
-    def _alike(self) -> list[list[_Prompt]]:
+    def _group_prompts(self) -> list[list[_Prompt]]:
         """Group chunks of equal length at the beginning of their sequences; the others stay alone."""
         found: dict[object, list[_Prompt]] = {}
         for number, prompt in enumerate(self._prompts):

@@ -94,13 +94,13 @@ class BagIndices:
         """Return the indices of a step, updated from those of the previous step if most queries continue."""
         name = (known, int(table[0, 0]))
         kept = None if memo is None else memo.take(name)
-        if not (isinstance(kept, cls) and kept._go_on(table, at, first_blocks, own_slots)):
+        if not (isinstance(kept, cls) and kept._update_in_place(table, at, first_blocks, own_slots)):
             kept = cls(table, at, first_blocks, own_slots, known, block_size)
         if memo is not None:
             memo.keep(name, kept)
         return kept
 
-    def _go_on(
+    def _update_in_place(
         self, table: np.ndarray, at: np.ndarray, first_blocks: np.ndarray, own_slots: np.ndarray
     ) -> bool:
         """Update the indices in place for other queries; return False without changes if too many are new."""

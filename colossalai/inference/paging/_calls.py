@@ -152,16 +152,16 @@ class PagedModel:
         Args:
             call: The call that serves the attention layers.
         """
-        with _one_at_a_time, self.undisturbed(), self._redirected(call):
+        with _one_at_a_time, self.undisturbed(), self._redirect(call):
             yield
 
     @contextmanager
-    def _redirected(self, call: PagedCall | ShapeProbe) -> Iterator[None]:
+    def _redirect(self, call: PagedCall | ShapeProbe) -> Iterator[None]:
         before = [(config, config._attn_implementation) for config in self._configs]
         token = _call.set(call)
         try:
             for config, name in before:
-                config._attn_implementation = _registered(name or "eager")
+                config._attn_implementation = _register_paged(name or "eager")
             for part, forward in self._adapted:
                 part.forward = forward
             yield
@@ -246,7 +246,7 @@ ADAPTERS: Mapping[str, Callable[[nn.Module], Callable[..., Any]]] = {
 """Factories of paged forwards for attentions that bypass the interface, by full class name."""
 
 
-def _registered(name: str) -> str:
+def _register_paged(name: str) -> str:
     """Register the paged counterpart of an attention function, and return its name."""
     if name.startswith(_PREFIX):  # a sub-config that shares the attribute of its parent
         return name

@@ -315,7 +315,7 @@ class Runner:
             else:
                 found.append(tree_map_only(Tensor, lambda part: part[:, : end - begin], output))  # noqa: B023
         dim = 0 if self._is_logits(found[0]) else 1
-        return tree_map(lambda *parts: _joined(parts, dim), *found)
+        return tree_map(lambda *parts: _concatenate(parts, dim), *found)
 
     @staticmethod
     def _is_logits(output: Any) -> bool:
@@ -368,7 +368,7 @@ def _tile_of(tensor: Tensor, *, begin: int, end: int) -> Tensor:
     return tile
 
 
-def _joined(parts: Sequence[Any], dim: int) -> Any:
+def _concatenate(parts: Sequence[Any], dim: int) -> Any:
     return torch.cat(list(parts), dim) if isinstance(parts[0], Tensor) else parts[0]
 
 

@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
     def __init__(self, linear: nn.Module, delta: LinearDelta | None = None) -> None:
         super().__init__()
         self.delta = delta
-        self.product = self._take_in(linear)
+        self.product = self._pack(linear)
 
     def load(self, linear: nn.Module) -> None:
         """Pack the values of a linear layer of the same shape.
@@ -57,9 +57,9 @@ class PackedLinear(nn.Module):
         Raises:
             ValueError: `linear` is not a linear layer.
         """
-        self.product = self._take_in(linear).in_place_of(self.product)
+        self.product = self._pack(linear).in_place_of(self.product)
 
-    def _take_in(self, linear: nn.Module) -> Product:
+    def _pack(self, linear: nn.Module) -> Product:
         """Record the bias and the collectives of a linear layer, and return its product."""
         parts = product_parts(linear)
         if parts is None:
@@ -147,12 +147,12 @@ class FastBlock(nn.Module):
         self.attention_norm = _norm(block.input_layernorm)
         self.feed_forward_norm = _norm(block.post_attention_layernorm)
         self.head_size = int(attention.head_dim)
-        self.qkv, self.num_query_heads, self.num_heads = _merged(attention, self.head_size)
+        self.qkv, self.num_query_heads, self.num_heads = _merge_qkv(attention, self.head_size)
         self.query_norm = _norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self.key_norm = _norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.qkv_deltas = [deltas.get(layer) for layer in _projections(attention)]
         self.output = PackedLinear(attention.o_proj, deltas.get(attention.o_proj))
-        self.gated: GatedPair | AdaptedPair = _gated(mlp)
+        self.gated: GatedPair | AdaptedPair = _make_gated_pair(mlp)
         if mlp.gate_proj in deltas or mlp.up_proj in deltas:
             self.gated = AdaptedPair(self.gated, deltas.get(mlp.gate_proj), deltas.get(mlp.up_proj))
         self.down = PackedLinear(mlp.down_proj, deltas.get(mlp.down_proj))
@@ -167,15 +167,15 @@ class FastBlock(nn.Module):
         attention, mlp = block.self_attn, block.mlp
         self.attention_norm.load(block.input_layernorm)
         self.feed_forward_norm.load(block.post_attention_layernorm)
-        self.qkv = _merged(attention, self.head_size)[0].in_place_of(self.qkv)
+        self.qkv = _merge_qkv(attention, self.head_size)[0].in_place_of(self.qkv)
         if self.query_norm is not None and self.key_norm is not None:
             self.query_norm.load(attention.q_norm)
             self.key_norm.load(attention.k_norm)
         self.output.load(attention.o_proj)
         if isinstance(self.gated, AdaptedPair):
-            self.gated.pair = _gated(mlp).in_place_of(self.gated.pair)
+            self.gated.pair = _make_gated_pair(mlp).in_place_of(self.gated.pair)
         else:
-            self.gated = _gated(mlp).in_place_of(self.gated)
+            self.gated = _make_gated_pair(mlp).in_place_of(self.gated)
         self.down.load(mlp.down_proj)
 
     @property
@@ -328,7 +328,7 @@ def make_faster(
             return
         if _agrees(runner, part, fast, calls[part]):
             replaced[name] = fast
-            _take_over(part, fast)
+            _replace_forward(part, fast)
         else:
             unequal.append(f"{name or 'the whole'} ({type(part).__name__})")
 
@@ -455,7 +455,7 @@ def _agrees(runner: Runner, part: nn.Module, fast: nn.Module, call: _Call) -> bo
     )
 
 
-def _take_over(part: nn.Module, fast: nn.Module) -> None:
+def _replace_forward(part: nn.Module, fast: nn.Module) -> None:
     """Replace the forward of a part by a faster one, and free the part's own tensors.
 
     The module itself stays, for stacks of blocks, hooks and the model's own code. An attention that remains
@@ -473,7 +473,7 @@ def _take_over(part: nn.Module, fast: nn.Module) -> None:
     part.forward = fast.forward
 
 
-def _merged(attention: Any, head_size: int) -> tuple[Product, int, int]:
+def _merge_qkv(attention: Any, head_size: int) -> tuple[Product, int, int]:
     """Return one product for query, key and value, and the numbers of query and key heads on this rank."""
     parts = [product_parts(layer) for layer in _projections(attention)]
     merged = merge_parts(parts)
@@ -485,7 +485,7 @@ def _projections(attention: Any) -> tuple[nn.Module, nn.Module, nn.Module]:
     return attention.q_proj, attention.k_proj, attention.v_proj
 
 
-def _gated(mlp: Any) -> GatedPair:
+def _make_gated_pair(mlp: Any) -> GatedPair:
     """Return the products of a gated feed-forward before the last one."""
     parts = [product_parts(layer) for layer in (mlp.gate_proj, mlp.up_proj)]
     activation = _activation(mlp.act_fn)

@@ -73,7 +73,7 @@ class RowTable(ABC):
         """Size of the table and its indices in bytes."""
         return self._table.nbytes + self._rows.nbytes
 
-    def _repeated(self, x: Tensor) -> Tensor:
+    def _repeat_input(self, x: Tensor) -> Tensor:
         """Return (rows of the table,) the factors of the rows."""
         return x.expand(self._num_groups, -1).reshape(-1)
 
@@ -89,7 +89,7 @@ class FloatRowTable(RowTable):
         """Return x W^T; x is (1, in_features)."""
         # The operator behind `functional.embedding_bag`, without its checks and gradients.
         sums: Tensor = torch._embedding_bag_forward_only(
-            self._table, self._rows, self._starts, False, 0, False, self._repeated(x), False, -1
+            self._table, self._rows, self._starts, False, 0, False, self._repeat_input(x), False, -1
         )[0]
         return sums.view(1, -1)[:, : self.out_features]
 
@@ -114,7 +114,7 @@ class CodesRowTable(RowTable):
     def multiply(self, x: Tensor) -> Tensor:
         """Return x W^T in float32; x is (1, in_features) float32, integers of at most 127."""
         sums: Tensor = torch.ops.quantized.embedding_bag_byte_rowwise_offsets(
-            self._table, self._rows, self._starts, False, 0, False, self._repeated(x), None, False
+            self._table, self._rows, self._starts, False, 0, False, self._repeat_input(x), None, False
         )
         if self._num_parts > 1:
             sums = sums.view(self._num_groups, self._num_parts, -1).sum(1, dtype=torch.float64).float()

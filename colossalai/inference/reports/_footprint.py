@@ -181,7 +181,7 @@ def _only_shapes(model: nn.Module) -> Iterator[None]:
     for part, forward in stand_ins:
         part.forward = forward
     try:
-        with _EveryAnswerIsOne():
+        with _ScalarsAreOne():
             yield
     finally:
         for part, _ in stand_ins:
@@ -194,23 +194,23 @@ def _stand_in(part: Any, *, is_experts: bool) -> Callable[..., Tensor] | None:
         return lambda hidden, *args, **kwargs: torch.empty_like(hidden)
     parts = product_parts(part)
     if parts is not None:
-        return partial(_with_features, size=parts.num_outputs if parts.gathered_over else parts.out_features)
+        return partial(_empty_features, size=parts.num_outputs if parts.gathered_over else parts.out_features)
     if hasattr(part, "out_first"):  # sharded over ranks, with all features after the sum
-        return partial(_with_features, size=part.weight.shape[0 if part.out_first else 1])
+        return partial(_empty_features, size=part.weight.shape[0 if part.out_first else 1])
     if hasattr(part, "embedding_dim"):
-        return partial(_looked_up, size=part.embedding_dim, dtype=part.weight.dtype)
+        return partial(_empty_embeddings, size=part.embedding_dim, dtype=part.weight.dtype)
     return None
 
 
-def _with_features(x: Tensor, *, size: int) -> Tensor:
+def _empty_features(x: Tensor, *, size: int) -> Tensor:
     return x.new_empty(*x.shape[:-1], size)
 
 
-def _looked_up(ids: Tensor, *args: Any, size: int, dtype: torch.dtype, **kwargs: Any) -> Tensor:
+def _empty_embeddings(ids: Tensor, *args: Any, size: int, dtype: torch.dtype, **kwargs: Any) -> Tensor:
     return torch.empty(*ids.shape, size, dtype=dtype, device=ids.device)
 
 
-class _EveryAnswerIsOne(TorchDispatchMode):
+class _ScalarsAreOne(TorchDispatchMode):
     """Returns 1 for the value of any element, which some forwards read (to test positions, for example)."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

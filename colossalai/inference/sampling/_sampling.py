@@ -59,8 +59,8 @@ def draw_tokens(logits: Tensor, draws: Draws) -> Drawn:
     is_greedy = draws.temperature == 0
     for rows in (np.flatnonzero(is_greedy), np.flatnonzero(~is_greedy)):
         if rows.size:
-            values = _adjusted(logits, rows, draws)
-            draw = _most_likely(values) if is_greedy[rows[0]] else _sampled(values, rows, draws)
+            values = _adjust(logits, rows, draws)
+            draw = _most_likely(values) if is_greedy[rows[0]] else _sample(values, rows, draws)
             token_ids[rows] = draw.cpu().numpy()
     return logprobs_of(logits, token_ids, draws.num_top)
 
@@ -102,7 +102,7 @@ def _rows_of(logits: Tensor, rows: np.ndarray) -> Tensor:
     return logits if logits.dtype == torch.float64 else logits.float()
 
 
-def _adjusted(logits: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
+def _adjust(logits: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
     """Apply biases, masks and penalties to rows, in this order; without any, may return `logits` itself."""
     values = _rows_of(logits, rows)
     if not any(map(len, (draws.biased, draws.masked_rows, draws.seen, draws.answered))):
@@ -234,7 +234,7 @@ class _Filters:
         return type(self)(**{column.name: getattr(self, column.name)[rows] for column in fields(self)})
 
 
-def _sampled(values: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
+def _sample(values: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
     """Draw the token of each row, all with temperature > 0, or return the failure code."""
     # See [Note: Draws that company does not change]
     filters = _Filters.of(draws, rows, values.device)
@@ -259,7 +259,7 @@ def _sampled(values: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
         probabilities = _probabilities(values, largest, filters, few)
         narrow = is_narrow[few].nonzero()[:, 0]
         if len(narrow):
-            probabilities[narrow] = _filtered(probabilities[narrow], filters.at(few[narrow]))
+            probabilities[narrow] = _filter(probabilities[narrow], filters.at(few[narrow]))
         tokens[few] = _draw_among_all(probabilities, filters.uniform[few])
     return torch.where(failures < 0, failures, tokens)
 
@@ -315,7 +315,7 @@ def _draw_among_first(values: Tensor, filters: _Filters, mass: Tensor) -> Tensor
     return torch.where(is_certain, tokens, -1)[:, 0]
 
 
-def _filtered(probabilities: Tensor, filters: _Filters) -> Tensor:
+def _filter(probabilities: Tensor, filters: _Filters) -> Tensor:
     """Set the probabilities of excluded tokens to zero; (rows, whole blocks)."""
     num_tokens = probabilities.shape[1]
     in_order = _in_order(probabilities)

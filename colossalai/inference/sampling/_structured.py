@@ -87,12 +87,12 @@ class StructureCompiler:
             if structure in self._kept:
                 self._kept.move_to_end(structure)
             else:
-                self._kept[structure] = self._compiled(structure)
+                self._kept[structure] = self._compile_grammar(structure)
                 if len(self._kept) > self._num_kept:
                     self._kept.popitem(last=False)
             return StructureMatcher(self._kept[structure].deep_copy(), self._end_token_ids)
 
-    def _compiled(self, structure: Structure) -> Any:
+    def _compile_grammar(self, structure: Structure) -> Any:
         try:
             import llguidance  # an optional library
             from llguidance import hf
@@ -118,14 +118,14 @@ class StructureCompiler:
             else:
                 grammar = llguidance.LLMatcher.grammar_from_regex(structure.source)
         except ValueError as error:
-            raise _refused(structure, str(error)) from error
+            raise _structure_error(structure, str(error)) from error
         matcher = llguidance.LLMatcher(self._vocabulary, grammar, log_level=0)
         if matcher.is_error():
-            raise _refused(structure, matcher.get_error())
+            raise _structure_error(structure, matcher.get_error())
         return matcher
 
 
-def _refused(structure: Structure, reason: str) -> RequestRefused:
+def _structure_error(structure: Structure, reason: str) -> RequestRefused:
     what = {"json": "JSON schema", "regex": "regular expression"}[structure.kind]
     source = structure.source if len(structure.source) <= 80 else structure.source[:77] + "..."
     return RequestRefused(f"the {what} {source!r} cannot be followed: {' '.join(reason.split())[:300]}")

@@ -207,7 +207,7 @@ class Scheduler:
             root_of: New root of the keys, by adapter.
         """
         for sequence in reversed(list(self.running)):
-            self._put_back(sequence)
+            self._requeue(sequence)
         for sequence in self.waiting:
             sequence.begin_again(root_of[sequence.request.adapter])
 
@@ -331,7 +331,7 @@ class Scheduler:
         while self.pool.num_available == 0:
             victim = self.running[-1]
             self.num_preemptions += 1
-            self._put_back(victim)
+            self._requeue(victim)
             if victim is sequence:
                 return False
             if is_there and self.pool.references(sequence.blocks[place]) == 1:
@@ -420,7 +420,7 @@ class Scheduler:
         """Return whether a sequence can use cached blocks: not if it needs logits of its whole prompt."""
         return self.pool.keeps_prefixes and sequence.request.params.prompt_logprobs is None
 
-    def _put_back(self, sequence: RunningSequence) -> None:
+    def _requeue(self, sequence: RunningSequence) -> None:
         self.running.remove(sequence)
         self.pool.release(sequence.blocks)
         sequence.begin_again()

@@ -16,7 +16,7 @@ from colossalai.inference.speculation._drafts import DraftMaker
 
 
 @dataclass
-class _Cached:
+class _CacheState:
     """Cache state of a sequence.
 
     Attributes:
@@ -65,7 +65,7 @@ class DraftModel(DraftMaker):
         self._pool = BlockPool(num_blocks, runner.block_size)
         self._max_length = max_length
         self._max_tokens = max_tokens
-        self._cached: dict[RunningSequence, _Cached] = {}
+        self._cached: dict[RunningSequence, _CacheState] = {}
 
     @property
     def num_used(self) -> int:
@@ -111,11 +111,11 @@ class DraftModel(DraftMaker):
         if cached is not None:
             self._pool.release(cached.blocks)
 
-    def _begin(self, sequence: RunningSequence) -> _Cached:
+    def _begin(self, sequence: RunningSequence) -> _CacheState:
         """Return the cache state of a sequence; a new one shares the cached blocks of its prefix."""
         cached = self._cached.get(sequence)
         if cached is None:
-            cached = self._cached[sequence] = _Cached()
+            cached = self._cached[sequence] = _CacheState()
             num_shared = (len(sequence.tokens) - 1) // self._pool.block_size
             cached.blocks = self._pool.find(sequence.keys(num_shared, self._pool.block_size))
             self._pool.take(cached.blocks)
@@ -125,7 +125,7 @@ class DraftModel(DraftMaker):
             cached.settle(sequence.tokens)
         return cached
 
-    def _make_room(self, cached: _Cached, num_tokens: int, wanted: Mapping[RunningSequence, int]) -> bool:
+    def _make_room(self, cached: _CacheState, num_tokens: int, wanted: Mapping[RunningSequence, int]) -> bool:
         """Allocate blocks for `num_tokens` tokens; first evicts sequences preempted in the large model."""
         num_missing = -(-num_tokens // self._pool.block_size) - len(cached.blocks)
         if num_missing > self._pool.num_available:
@@ -163,7 +163,7 @@ class DraftModel(DraftMaker):
             self._note(sequence, cached, tokens)
         return logits.argmax(-1).tolist() if is_ready.any() else []
 
-    def _note(self, sequence: RunningSequence, cached: _Cached, tokens: Sequence[int]) -> None:
+    def _note(self, sequence: RunningSequence, cached: _CacheState, tokens: Sequence[int]) -> None:
         """Record computed tokens; full blocks of confirmed tokens enter the prefix cache."""
         cached.num_computed += len(tokens)
         if cached.num_computed > len(sequence.tokens):
