@@ -194,7 +194,7 @@ class Answerer:
                 draw = pending.result
             if self.engine.num_ranks > 1:
                 draw = _finished_draw(draw)
-            answers = self._scored(window, draw)
+            answers = self._score_window(window, draw)
             following, pending = None, None
             if self._is_ahead and loop.may_read_on(steps):  # see [Note: one step ahead]
                 following = next(windows)
@@ -218,7 +218,7 @@ class Answerer:
         rollouts = self.engine.generate([each.encoded.input_ids for each, _ in own], params)
         return _Drawn(rollouts, time.monotonic() - started)
 
-    def _scored(self, window: Sequence[Batch], draw: Callable[[], _Drawn]) -> list[ScoredAnswer]:
+    def _score_window(self, window: Sequence[Batch], draw: Callable[[], _Drawn]) -> list[ScoredAnswer]:
         """Return all answers of a replica with their rewards; collective."""
         own, unscored, seconds = self._share(window), list[ScoredAnswer](), 0.0
 
@@ -244,7 +244,7 @@ class Answerer:
         prompts = _prompts(window)
         counts = [bool(each) for _, labels in window for each in labels["counts"]]
         scored = [each._replace(reward=reward) for each, reward in zip(unscored, told.total, strict=True)]
-        found, (scores, parts) = self._all_of_team(prompts, counts, scored, told)
+        found, (scores, parts) = self._gather_answers(prompts, counts, scored, told)
         kept = [each for each in found if each.counts]
         length = float(sum(len(each.rollout.token_ids) for each in kept))
         sums = {name: self._sum_of(values, found) for name, values in parts.items()}
@@ -259,7 +259,7 @@ class Answerer:
         self.measures.add_rate(_ROLLOUT_RATE, length, seconds)
         return found
 
-    def _all_of_team(
+    def _gather_answers(
         self, prompts: Sequence[Prompt], counts: Sequence[bool], own: list[ScoredAnswer], scores: Scores
     ) -> tuple[list[ScoredAnswer], Scores]:
         """All-gather the answers of a replica's ranks, in the order of the prompts."""

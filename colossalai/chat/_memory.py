@@ -141,7 +141,7 @@ def note_memory(
     models: dict[str, dict[str, int]] = {}
     to_come = 0
     for name, (model, optimizer) in trained.items():
-        models[name] = kinds = _held(model, optimizer, booster)
+        models[name] = kinds = _model_memory(model, optimizer, booster)
         is_there = min(_state_bytes(optimizer), kinds.get("optimizer states", 0))  # from an earlier fit
         to_come += sum(kinds.get(kind, 0) for kind in _TO_COME) - is_there
     plan = plan_here(booster)
@@ -172,7 +172,7 @@ def plan_here(booster: Booster) -> MemoryPlan:
     )
 
 
-def _held(model: ModelWrapper, optimizer: OptimizerWrapper, booster: Booster) -> dict[str, int]:
+def _model_memory(model: ModelWrapper, optimizer: OptimizerWrapper, booster: Booster) -> dict[str, int]:
     """Return the memory of a model in training on a rank, by kind; its parameters may have several dtypes."""
     plan, found = plan_here(booster), dict[str, int]()
     if plan.zero == 0 and booster.plan.pipeline is not None:

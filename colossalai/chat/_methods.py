@@ -240,16 +240,18 @@ class DPO(TextMethod):
         if isinstance(encoded, ReferredData):
             raise ValueError("these rows have a reference already: give the data that they were made from")
         check_readable([text for pair in encoded.pairs for text in pair], reference, name="reference")
-        return self._refer(boost_for_looking(booster, reference), booster, encoded, tokenizer, batch_size)
+        return self._add_reference(
+            boost_for_looking(booster, reference), booster, encoded, tokenizer, batch_size
+        )
 
     def _prepare(
         self, model: ModelWrapper, booster: Booster, encoded: Encoded, tokenizer: Any, batch_size: int
     ) -> Encoded:
         if isinstance(encoded, ReferredData):
             return encoded
-        return self._refer(model, booster, encoded, tokenizer, batch_size)
+        return self._add_reference(model, booster, encoded, tokenizer, batch_size)
 
-    def _refer(
+    def _add_reference(
         self, model: ModelWrapper, booster: Booster, encoded: EncodedData, tokenizer: Any, batch_size: int
     ) -> ReferredData:
         found: dict[int, tuple[float, float]] = {}

@@ -176,7 +176,7 @@ class PPO:
                 generating = run.time_so_far()
                 for number in range(min(self.iterations * len(parts), loop.total - loop.done)):
                     part = parts[number % len(parts)]
-                    beside = self._beside(texts, loop.done, num_texts, tokenizer, booster)
+                    beside = self._pretraining_batches(texts, loop.done, num_texts, tokenizer, booster)
                     learned.weigh(beside, part)
                     # The critic first: the training state, saved in the policy's step, contains both.
                     more = generating | {"value_loss": learned.learn_values(part, max_norm=made.max_norm)}
@@ -206,7 +206,7 @@ class PPO:
         check_readable(encoded.texts, model)
         return encoded
 
-    def _beside(
+    def _pretraining_batches(
         self, texts: EncodedData | None, step: int, size: int, tokenizer: Any, booster: Booster
     ) -> list[Batch]:
         """Return the next pretraining texts of a step, different ones on each rank."""
@@ -253,7 +253,7 @@ class _ActorCritic:
     def parts(self, answers: Sequence[ScoredAnswer]) -> list[list[Batch]]:
         """Return the batches of each step, with advantages and returns; the same number on every rank."""
         found = []
-        for own in self._divided(answers):
+        for own in self._divide(answers):
             rewards = torch.tensor([each.reward for each in own], dtype=torch.float64)
             batches = self._answerer.batches(own, rewards=rewards)
             for data, labels in batches:
@@ -262,7 +262,7 @@ class _ActorCritic:
         self._whiten([labels for batches in found for _, labels in batches])
         return found
 
-    def _divided(self, answers: Sequence[ScoredAnswer]) -> Iterator[list[ScoredAnswer]]:
+    def _divide(self, answers: Sequence[ScoredAnswer]) -> Iterator[list[ScoredAnswer]]:
         """Yield the answers of each step: over all ranks the same as in one process.
 
         All ranks have the same number of answers in a step, since each forward may be a collective: ranks

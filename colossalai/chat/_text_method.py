@@ -158,7 +158,7 @@ class TextMethod(ABC):
         made = course_of(course)
         self._check(model, booster)
         found = self.encode(data, tokenizer)  # raises before the model is changed
-        _refuse_what_is_not_read(found, model)
+        _check_rows_readable(found, model)
         wrapped, boosted = boost(booster, model, optimizer)
         tell_memory({"model": (wrapped, boosted)}, booster=booster, course=made)
         encoded = self._prepare(wrapped, booster, found, tokenizer, made.batch_size)
@@ -190,7 +190,7 @@ class TextMethod(ABC):
         """
         self._check(model, booster)
         encoded = self.encode(data, tokenizer)
-        _refuse_what_is_not_read(encoded, model)
+        _check_rows_readable(encoded, model)
         return look(
             boost_for_looking(booster, model),
             booster=booster,
@@ -236,7 +236,7 @@ class TextMethod(ABC):
         return encoded
 
 
-def _refuse_what_is_not_read(encoded: Encoded, model: Any) -> None:
+def _check_rows_readable(encoded: Encoded, model: Any) -> None:
     """Check that a model can read rows; see `check_readable`."""
     pairs = (row.pair if isinstance(row, ReferredPair) else row for row in encoded.rows)
     texts = [text for row in pairs for text in (row if isinstance(row, EncodedPair) else (row,))]

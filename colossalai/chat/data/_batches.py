@@ -69,9 +69,9 @@ def collate(
     """
     length = _padded_length(encoded_rows, pad_token_id, multiple_of)
     return {
-        "input_ids": _padded([row.input_ids for row in encoded_rows], length, pad_token_id),
-        "attention_mask": _padded([[1] * len(row) for row in encoded_rows], length, 0),
-        "loss_mask": _padded([row.loss_mask for row in encoded_rows], length, 0).bool(),
+        "input_ids": _pad([row.input_ids for row in encoded_rows], length, pad_token_id),
+        "attention_mask": _pad([[1] * len(row) for row in encoded_rows], length, 0),
+        "loss_mask": _pad([row.loss_mask for row in encoded_rows], length, 0).bool(),
     }
 
 
@@ -121,12 +121,12 @@ def collate_packed(
         ValueError: `packed_rows` is empty, `pad_token_id` is not a token, or `multiple_of` is below 1.
     """
     length = _padded_length(packed_rows, pad_token_id, multiple_of)
-    segment_ids = _padded([row.segment_ids for row in packed_rows], length, _PADDING_SEGMENT)
+    segment_ids = _pad([row.segment_ids for row in packed_rows], length, _PADDING_SEGMENT)
     return {
-        "input_ids": _padded([row.input_ids for row in packed_rows], length, pad_token_id),
+        "input_ids": _pad([row.input_ids for row in packed_rows], length, pad_token_id),
         "attention_mask": packed_attention_mask(segment_ids, dtype=mask_dtype),
-        "position_ids": _padded([row.position_ids for row in packed_rows], length, 0),
-        "loss_mask": _padded([row.loss_mask for row in packed_rows], length, 0).bool(),
+        "position_ids": _pad([row.position_ids for row in packed_rows], length, 0),
+        "loss_mask": _pad([row.loss_mask for row in packed_rows], length, 0).bool(),
     }
 
 
@@ -189,5 +189,5 @@ def _padded_length(rows: Sequence[EncodedText | PackedText], pad_token_id: int, 
     return -(-max(map(len, rows)) // multiple_of) * multiple_of
 
 
-def _padded(rows: Sequence[Sequence[int]], length: int, value: int) -> Tensor:
+def _pad(rows: Sequence[Sequence[int]], length: int, value: int) -> Tensor:
     return torch.tensor([[*row, *[value] * (length - len(row))] for row in rows], dtype=torch.int64)

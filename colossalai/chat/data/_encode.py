@@ -103,7 +103,7 @@ def encode_sft(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int
         ValueError: `row` is for another stage or has no token to learn, `tokenizer` has no end-of-sequence
             token, or `max_length` is below 1.
     """
-    return _encode_sft(as_chat_row(row, "sft"), _TextEncoder(tokenizer), _checked(max_length))
+    return _encode_sft(as_chat_row(row, "sft"), _TextEncoder(tokenizer), _check_length(max_length))
 
 
 def encode_preference(
@@ -123,7 +123,9 @@ def encode_preference(
         ValueError: `row` is for another stage or has no token to learn, `tokenizer` has no end-of-sequence
             token, or `max_length` is below 1.
     """
-    return _encode_preference(as_chat_row(row, "preference"), _TextEncoder(tokenizer), _checked(max_length))
+    return _encode_preference(
+        as_chat_row(row, "preference"), _TextEncoder(tokenizer), _check_length(max_length)
+    )
 
 
 def encode_prompt(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: int) -> list[int] | None:
@@ -138,7 +140,7 @@ def encode_prompt(row: ChatRow | Mapping[str, Any], tokenizer: Any, max_length: 
         ChatTemplateError: The template of `tokenizer` rejects these messages or has no generation prompt.
         ValueError: `row` is for another stage or has no tokens, or `max_length` is below 1.
     """
-    encoded = _encode_prompt(as_chat_row(row, "prompts"), _TextEncoder(tokenizer), _checked(max_length))
+    encoded = _encode_prompt(as_chat_row(row, "prompts"), _TextEncoder(tokenizer), _check_length(max_length))
     return None if encoded is None else encoded.input_ids
 
 
@@ -156,7 +158,7 @@ def encode_all(data: ChatData, tokenizer: Any, max_length: int) -> EncodedData:
             no end-of-sequence token, or `max_length` is below 1.
     """
     encoder, encode = _TextEncoder(tokenizer), _ENCODERS[data.stage]
-    _checked(max_length)
+    _check_length(max_length)
     found = [(encode(row, encoder, max_length), row) for row in data]
     kept = [(encoded, row) for encoded, row in found if encoded is not None]
     if not kept:
@@ -178,14 +180,14 @@ def _prompt_of(encoded: EncodedText | EncodedPair) -> EncodedText:
     return encoded.chosen if isinstance(encoded, EncodedPair) else encoded
 
 
-def _checked(max_length: int) -> int:
+def _check_length(max_length: int) -> int:
     if max_length < 1:
         raise ValueError(f"max_length={max_length} tokens: give at least 1")
     return max_length
 
 
 @dataclass(frozen=True, kw_only=True)
-class _UncutText:
+class _FullText:
     """Tokens before truncation.
 
     Attributes:
@@ -222,11 +224,11 @@ class _TextEncoder:
         first = tokenizer("")["input_ids"][:1]  # token that the tokenizer adds before each text
         self._first: list[int] = first if first == [tokenizer.bos_token_id] else []
 
-    def prompt(self, row: ChatRow) -> _UncutText:
+    def prompt(self, row: ChatRow) -> _FullText:
         """Tokenize a prompt."""
         return self._tokens_of(row.dialogue.write_prompt(self._tokenizer, row.place))
 
-    def answered(self, row: ChatRow, answer: int) -> _UncutText:
+    def answered(self, row: ChatRow, answer: int) -> _FullText:
         """Tokenize a prompt and an answer, with the loss mask."""
         if self._tokenizer.eos_token_id is None:
             raise ValueError(
@@ -235,11 +237,11 @@ class _TextEncoder:
             )
         written = row.dialogue.write(answer, self._tokenizer, row.place)
         found = self._tokens_of(written)
-        ids = self._ended(found.input_ids, found.last_answer)
+        ids = self._append_eos(found.input_ids, found.last_answer)
         mask = found.loss_mask[: len(ids)] + [True] * (len(ids) - len(found.loss_mask))
         if not any(mask[1:]):  # the first token has no loss: nothing predicts it
             raise ValueError(f"{row.place}: there is no token to learn: prompt and answer are empty")
-        return _UncutText(
+        return _FullText(
             input_ids=ids,
             loss_mask=mask,
             num_head=found.num_head,
@@ -247,7 +249,7 @@ class _TextEncoder:
             last_answer=found.last_answer,
         )
 
-    def _tokens_of(self, written: WrittenDialogue) -> _UncutText:
+    def _tokens_of(self, written: WrittenDialogue) -> _FullText:
         # See [Note: Tokens of a text that is encoded in parts]
         text = ""
         ids: list[int] = []
@@ -258,10 +260,10 @@ class _TextEncoder:
                 begins.append(len(ids))
             text += piece.text
             whole = self._encode(text, written)
-            ids = whole if whole[: len(ids)] == ids else ids + self._bare(piece.text)
+            ids = whole if whole[: len(ids)] == ids else ids + self._tokenize(piece.text)
             mask += [piece.is_learned] * (len(ids) - len(mask))
         begins = begins or [len(ids)]
-        return _UncutText(
+        return _FullText(
             input_ids=ids,
             loss_mask=mask,
             num_head=min(self._num_head(ids, written), begins[0]),
@@ -276,16 +278,16 @@ class _TextEncoder:
         return max(num_shared(head, ids), int(has_bos))
 
     def _encode(self, text: str, written: WrittenDialogue) -> list[int]:
-        bare = self._bare(text)
+        bare = self._tokenize(text)
         if written.has_special_tokens or (self._first and bare[:1] == self._first):
             return bare
         return self._first + bare
 
-    def _bare(self, text: str) -> list[int]:
+    def _tokenize(self, text: str) -> list[int]:
         ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return ids
 
-    def _ended(self, ids: list[int], begin: int) -> list[int]:
+    def _append_eos(self, ids: list[int], begin: int) -> list[int]:
         """Append the end-of-sequence token, if it is missing.
 
         Some templates end an answer with it and a line break; others end turns with another token, or none.

@@ -49,16 +49,16 @@ def numbered(rows: Iterable[Any], source: str = "") -> Iterator[PlacedRow]:
 
 
 def _json_rows(file: Path) -> Iterator[PlacedRow]:
-    text = _decoded(file)
+    text = _decode(file)
     if text.lstrip().startswith("["):
-        yield from numbered(_parsed(text, str(file), line=1), f"{file}, ")
+        yield from numbered(_parse(text, str(file), line=1), f"{file}, ")
         return
     for line, content in enumerate(text.split("\n"), start=1):
         if content.strip():
-            yield f"{file}:{line}", _parsed(content, str(file), line=line)
+            yield f"{file}:{line}", _parse(content, str(file), line=line)
 
 
-def _decoded(file: Path) -> str:
+def _decode(file: Path) -> str:
     content = file.read_bytes()
     try:
         return content.decode("utf-8-sig")  # drops a byte order mark
@@ -69,7 +69,7 @@ def _decoded(file: Path) -> str:
         ) from error
 
 
-def _parsed(text: str, file: str, *, line: int) -> Any:
+def _parse(text: str, file: str, *, line: int) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:

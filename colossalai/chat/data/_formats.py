@@ -137,11 +137,11 @@ def as_chat_row(row: Mapping[str, Any], stage: ChatStage) -> ChatRow:
 
 def _keys_of(row: Any, place: str) -> list[Any]:
     if not isinstance(row, Mapping):
-        raise ValueError(f"{place}: a row is an object with keys, and this is {_described(row)}")
+        raise ValueError(f"{place}: a row is an object with keys, and this is {_describe(row)}")
     return list(row)
 
 
-def _described(value: Any) -> str:
+def _describe(value: Any) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 40 else text[:40] + '...'}"
 
@@ -149,7 +149,7 @@ def _described(value: Any) -> str:
 def _text(row: Mapping[str, Any], key: str, place: str) -> str:
     value = row[key]
     if not isinstance(value, str):
-        raise ValueError(f"{place}: {key!r} is {_described(value)}; expected a text")
+        raise ValueError(f"{place}: {key!r} is {_describe(value)}; expected a text")
     return _encodable(value, key, place)
 
 
@@ -166,17 +166,17 @@ def _encodable(text: str, key: str, place: str) -> str:
 def _messages(row: Mapping[str, Any], key: str, place: str) -> Messages:
     value = row[key]
     if not isinstance(value, list | tuple) or not value:
-        raise ValueError(f"{place}: {key!r} is {_described(value)}; expected {_MESSAGES}")
+        raise ValueError(f"{place}: {key!r} is {_describe(value)}; expected {_MESSAGES}")
     return tuple(_message(message, f"{key}[{number}]", place) for number, message in enumerate(value))
 
 
 def _message(message: Any, name: str, place: str) -> Mapping[str, Any]:
     if not isinstance(message, Mapping):
-        raise ValueError(f"{place}: {name} is {_described(message)}; expected {{role, content}}")
+        raise ValueError(f"{place}: {name} is {_describe(message)}; expected {{role, content}}")
     for key in ("role", "content"):
         if not isinstance(message.get(key), str):
             raise ValueError(
-                f"{place}: {name} has {_described(message.get(key))} as its {key!r}; expected a text"
+                f"{place}: {name} has {_describe(message.get(key))} as its {key!r}; expected a text"
             )
         _encodable(message[key], f"{name}.{key}", place)
     return dict(message)
@@ -198,10 +198,10 @@ def _lower_completion(row: Mapping[str, Any], place: str) -> Dialogue:
 def _lower_chat(row: Mapping[str, Any], place: str) -> Dialogue:
     messages = _messages(row, "messages", place)
     # All of the assistant's turns have a loss: they are in the answer, and so the prompt has no messages.
-    return ChatDialogue(prompt=(), answers=(_answering(messages, "messages", 0, place),))
+    return ChatDialogue(prompt=(), answers=(_answer_messages(messages, "messages", 0, place),))
 
 
-def _answering(messages: Messages, key: str, begin: int, place: str) -> Messages:
+def _answer_messages(messages: Messages, key: str, begin: int, place: str) -> Messages:
     """Return the messages from `begin` on, with at least one of the assistant."""
     roles = [message["role"] for message in messages]
     if "assistant" not in roles[begin:]:
@@ -234,7 +234,7 @@ def _lower_dialogue_pair(row: Mapping[str, Any], place: str) -> Dialogue:
 
 def _lower_message_pair(row: Mapping[str, Any], place: str) -> Dialogue:
     chosen, rejected = _messages(row, "chosen", place), _messages(row, "rejected", place)
-    chosen, rejected = (_asked(row, messages, place) for messages in (chosen, rejected))
+    chosen, rejected = (_with_prompt(row, messages, place) for messages in (chosen, rejected))
     # The prompt is the common part, up to the point where both continue with the assistant.
     begin = num_shared(chosen, rejected)
     last = min(len(chosen), len(rejected)) - 1
@@ -247,13 +247,13 @@ def _lower_message_pair(row: Mapping[str, Any], place: str) -> Dialogue:
             "question and two answers of the assistant, or the answers alone and a 'prompt'"
         )
     answers = tuple(
-        _answering(messages, key, begin, place)
+        _answer_messages(messages, key, begin, place)
         for key, messages in (("chosen", chosen), ("rejected", rejected))
     )
     return ChatDialogue(prompt=chosen[:begin], answers=answers)
 
 
-def _asked(row: Mapping[str, Any], messages: Messages, place: str) -> Messages:
+def _with_prompt(row: Mapping[str, Any], messages: Messages, place: str) -> Messages:
     """Return a conversation with its `prompt` before it, unless it is there already."""
     if row.get("prompt") is None:
         return messages

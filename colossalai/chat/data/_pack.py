@@ -67,10 +67,10 @@ def pack(encoded: Sequence[EncodedText], max_length: int) -> tuple[PackedText, .
             rooms.append(max_length)
         bins[first].append(number)
         rooms[first] -= length
-    return tuple(_joined(encoded, members) for members in bins)
+    return tuple(_concatenate(encoded, members) for members in bins)
 
 
-def _joined(encoded: Sequence[EncodedText], members: Sequence[int]) -> PackedText:
+def _concatenate(encoded: Sequence[EncodedText], members: Sequence[int]) -> PackedText:
     texts = [encoded[number] for number in members]
     return PackedText(
         input_ids=[token for text in texts for token in text.input_ids],

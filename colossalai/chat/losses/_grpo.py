@@ -132,7 +132,7 @@ def grpo_loss(  # noqa: PLR0913 - four tensors, and how the papers differ
     advantages = fill_masked(advantages.detach(), mask)
     losses = -clipped_surrogate(log_ratio, advantages, low=epsilon, high=high)  # 0 where the mask is False
     losses = losses + _reference_penalty(logp, ref_logp, mask, kl_coef)
-    return _normalized(
+    return _normalize(
         losses,
         counts,
         normalize=normalize,
@@ -154,7 +154,7 @@ def _reference_penalty(logp: Tensor, ref_logp: Tensor | None, mask: Tensor, kl_c
     return kl_coef * kl(logp, fill_masked(ref_logp.detach(), mask), "k3")
 
 
-def _normalized(
+def _normalize(
     losses: Tensor,
     counts: Tensor,
     *,

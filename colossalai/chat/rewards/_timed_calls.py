@@ -191,10 +191,10 @@ class ProcessCalls(TimedCalls):
             if not ready:
                 raise RewardCallError(f"a process for the reward has not begun within {_START_S} seconds")
             for connection in ready:
-                self._hear_ready(starting[_as_connection(connection)])
+                self._receive_ready(starting[_as_connection(connection)])
 
-    def _hear_ready(self, worker: _Worker) -> None:
-        outcome = self._received(worker, "a process for the reward ended before it had the function")
+    def _receive_ready(self, worker: _Worker) -> None:
+        outcome = self._receive_outcome(worker, "a process for the reward ended before it had the function")
         if outcome.problem is not None:
             error = RewardCallError(
                 f"a process of its own cannot import the reward function: {outcome.problem}; put it into a "
@@ -213,12 +213,12 @@ class ProcessCalls(TimedCalls):
         busy = {each.connection: each for each in self._workers if each.number is not None}
         for connection in wait(list(busy), seconds):
             worker = busy[_as_connection(connection)]
-            outcome = self._received(worker, "it ended its process")
+            outcome = self._receive_outcome(worker, "it ended its process")
             worker.number = None
             return outcome
         return None
 
-    def _received(self, worker: _Worker, ended: str) -> _Outcome:
+    def _receive_outcome(self, worker: _Worker, ended: str) -> _Outcome:
         """Return the outcome sent by a worker, or an error for a worker that has ended."""
         try:
             outcome: _Outcome = worker.connection.recv()

@@ -94,7 +94,7 @@ class RaySampler(Sampler):
         Raises:
             RuntimeError: The actor has ended.
         """
-        under_way: list[Any] = []
+        in_flight: list[Any] = []
         problem: Exception | None = None
         for name, tensor in tensors:  # consume all: the iteration is collective
             if problem is not None:
@@ -102,14 +102,14 @@ class RaySampler(Sampler):
             try:
                 host = tensor.detach().cpu().contiguous().reshape(-1)
                 bits = host.view(_BITS[host.itemsize]).numpy()
-                under_way.append(self._actor.load.remote(name, bits, _name_of(host.dtype)))
-                if len(under_way) > 1:
-                    self._answer(under_way.pop(0))
+                in_flight.append(self._actor.load.remote(name, bits, _name_of(host.dtype)))
+                if len(in_flight) > 1:
+                    self._answer(in_flight.pop(0))
             except Exception as error:
                 problem = error
         if problem is not None:
             raise problem
-        for each in under_way:
+        for each in in_flight:
             self._answer(each)
 
     def weights_changed(self) -> None:

@@ -154,7 +154,7 @@ class WeightStream:
         weight = factor = torch.empty(0)
         for names, tensor in arriving:
             for name in map(plain_name, names):
-                layer, kind, of_adapter = _parted(name)
+                layer, kind, of_adapter = _split_factor_name(name)
                 adapter = self._adapters.get(layer)
                 owner, _, what = of_adapter.rpartition(".")
                 if kind and (adapter is None or owner != adapter.name):
@@ -162,13 +162,13 @@ class WeightStream:
                 if kind == ".lora_A." and what == "weight":
                     factor = tensor
                 elif kind == ".lora_B." and what == "weight":
-                    yield f"{layer}.weight", self._adapted(weight, layer, factor, tensor)
+                    yield f"{layer}.weight", self._apply_adapter(weight, layer, factor, tensor)
                 elif name.removesuffix(".weight") in self._adapters and name.endswith(".weight"):
                     weight = tensor  # yielded once its factors have arrived
                 else:
                     yield name, tensor
 
-    def _adapted(self, weight: Tensor, layer: str, a: Tensor, b: Tensor) -> Tensor:
+    def _apply_adapter(self, weight: Tensor, layer: str, a: Tensor, b: Tensor) -> Tensor:
         adapter = self._adapters[layer]
         wide = torch.promote_types(b.dtype, torch.float32)
         delta = b.to(weight.device, wide) @ a.to(weight.device, wide)
@@ -219,7 +219,7 @@ def _all_adapters(model: nn.Module) -> dict[str, _Adapter]:
     return {name: _Adapter(*adapters[0]) for name, adapters in found.items() if adapters}
 
 
-def _parted(name: str) -> tuple[str, str, str]:
+def _split_factor_name(name: str) -> tuple[str, str, str]:
     """Split an adapter's name into the layer, the factor and the rest; for other tensors (name, "", "")."""
     for kind in _FACTORS:
         layer, found, rest = name.partition(kind)
@@ -261,14 +261,16 @@ def is_cut_alike(model: nn.Module, mesh: Mesh) -> bool:
     if _model_axes(job).get("tp", 1) != mesh.axis_size("tp"):
         return False
     part = empty_part(config_of(model), next(model.parameters()).dtype, mesh, is_lazy=True)
-    return _is_plain(model) and _cuts_of(_without_adapters(model)) == _cuts_of(_without_adapters(part))
+    return _is_plain(model) and _shardings_of(_without_adapters(model)) == _shardings_of(
+        _without_adapters(part)
+    )
 
 
 def _model_axes(mesh: Mesh) -> dict[str, int]:
     return {axis: mesh.axes[axis] for axis in mesh.replica_axes}
 
 
-def _cuts_of(params: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
+def _shardings_of(params: Mapping[str, Tensor]) -> dict[str, tuple[Any, ...]]:
     """Return the shape and sharding of each parameter."""
     found = {}
     for name, param in params.items():
