@@ -201,8 +201,8 @@ class Answerer:
                 pending = self._thread.submit(self._draw, following, loop.done + steps)
             yield answers
             if pending is not None:
-                wait([pending])
-            self.engine.sync()
+                wait([pending])  # the thread must not draw while the copy changes
+            self.engine.sync()  # collective: copies the new weights, or drops cached results of the old ones
             window = next(windows, None) if following is None else following
 
     def _share(self, window: Sequence[Batch]) -> list[tuple[Prompt, bool]]:

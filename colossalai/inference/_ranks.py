@@ -87,6 +87,7 @@ class StepLink:
         first = broadcast(first, source, self.tensor)  # fixed size, so the receivers need no length
         length = _length_of(first)
         if length > _FIRST_BYTES - _LENGTH_BYTES:
+            # The tensor ranks now have the length, so all of them join the second broadcast, or none does.
             missing = length - (_FIRST_BYTES - _LENGTH_BYTES)
             rest = broadcast(self._empty(missing) if rest is None else rest, source, self.tensor)
         return _join_message(first, rest, length)
@@ -97,6 +98,7 @@ class StepLink:
         for part in (first, rest, *tensors):
             if part is not None and part.numel():
                 sent = part.contiguous()
+                # Does not block: the same place of the other stage posts a receive of equal size.
                 wait = start_messages(self.stages, sends={stage: sent}, receives={})
                 self._in_flight.append((wait, (sent,)))
         # Buffers in flight must stay alive. An answer implies that older messages have arrived.
@@ -116,7 +118,7 @@ class StepLink:
         """Wait for the next tensor from the same place of another stage, and return it."""
         place = torch.empty(tuple(shape), dtype=dtype, device=self.device)
         if place.numel():
-            start_messages(self.stages, sends={}, receives={stage: place})()
+            start_messages(self.stages, sends={}, receives={stage: place})()  # blocks until it has arrived
         return place
 
     def least(self, number: int) -> int:
@@ -173,7 +175,7 @@ class RanksExecutor(Executor):
     def submit(self, order: StepOrder) -> None:
         """Run a step on the first stage, and send it to the next one."""
         message = self._link.share(_order_as_bytes(order))
-        output = self.runner.run(order.arrays)
+        output = self.runner.run(order.arrays)  # the tensor ranks run it, too, and join its collectives
         if self._link.is_last:
             self._results.append(finish_step(output, order))
         else:
@@ -183,6 +185,7 @@ class RanksExecutor(Executor):
         """Receive the result of the oldest step from the last stage."""
         if self._link.is_last:
             return self._results.popleft()
+        # Results arrive in the order of submission: every stage runs its steps one after another.
         return _result_of(self._link.receive(stage=self._link.stages.size - 1))
 
     def discard(self) -> None:
@@ -211,7 +214,7 @@ class RanksExecutor(Executor):
                 "in the memory of one: save it, and give its path"
             )
         self._broadcast(_WEIGHTS + os.fsencode(os.path.abspath(source)))
-        self._weights.load(source)
+        self._weights.load(source)  # collective: the other ranks load in `work`
 
     def keep_alive(self) -> None:
         """Send a heartbeat to the other ranks; no step may be in flight."""
@@ -252,7 +255,7 @@ def work(runner: Runner, link: StepLink, weights: ServedWeights) -> None:
         if message in (_STOP, _IDLE) or message.startswith(_WEIGHTS):
             if not link.is_last:
                 link.send(message, (), stage=after)
-                link.wait()
+                link.wait()  # deliver the message before this rank loads or returns
             if message == _STOP:
                 return
             if message != _IDLE:

@@ -126,7 +126,7 @@ class ThreadedEngine:
             if self._stopped is not None:
                 raise EngineStopped(self._stopped)
             self._inbox.put(lambda: self._updates.append(update))
-        update.done.result()
+        update.done.result()  # blocks until the engine's thread has applied the update, or has ended
 
     def stop(self, reason: str = "the engine has ended") -> None:
         """Make `run` return; requests in flight fail with the reason."""
@@ -209,7 +209,7 @@ class ThreadedEngine:
         with self._lock:
             self._stopped = self._stopped or f"the engine has failed: {self._error}"
             calls, self._on_end = self._on_end, []
-        self._take_messages(wait_s=0)
+        self._take_messages(wait_s=0)  # begins requests that are still in the inbox, so that they fail, too
         self._engine.fail(self._error or EngineStopped(self._stopped))
         for update in self._updates:
             update.done.set_exception(EngineStopped(self._stopped))

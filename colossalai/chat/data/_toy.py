@@ -17,7 +17,7 @@ ToySplit = Literal["train", "test"]
 
 _LARGEST_TERM = 20
 _LENGTHS = (3, 4, 5)
-_TEST_SHARE = 10  # one of so many questions is for testing
+_TEST_SHARE = 10  # one of this number of questions is for testing
 _LETTERS = "abcdefghij"
 _CHARACTERS = {"copy": "山水火木日月人口天地", "sort": "零一二三四五六七八九"}
 _TEMPLATE = (

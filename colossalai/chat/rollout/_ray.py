@@ -160,7 +160,7 @@ class RayWeights(EngineWeights):
             self._sampler.load(self._values.of(self._sampler.names))
         except RuntimeError as error:
             problem = str(error)
-        told = gather_values(problem)
+        told = gather_values(problem)  # all ranks exchange their errors, so that they raise together
         failed = [rank for rank, each in enumerate(told) if each is not None]
         if failed:
             raise RuntimeError(f"weights did not reach the engine of rank {failed[0]}: {told[failed[0]]}")

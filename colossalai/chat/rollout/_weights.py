@@ -211,7 +211,7 @@ def _all_adapters(model: nn.Module) -> dict[str, _Adapter]:
                 (each, float(scaling[each]), bool(layer.fan_in_fan_out)) for each in active
             ]
     found: dict[str, list[tuple[str, float, bool]]] = {}
-    for part in gather_values(own):
+    for part in gather_values(own):  # all ranks: a stage has the adapters of its own layers only
         found |= part
     for name, adapters in found.items():
         if len(adapters) > 1:

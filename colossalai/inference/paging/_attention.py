@@ -33,7 +33,7 @@ from torch.nn import functional
 from colossalai.inference.paging._bags import BagIndices, BagsMemo, SeenSlots
 from colossalai.inference.paging._cache import LayerCache, TokenSlots
 
-# Chunks of at most so many tokens are computed as bags. Products are faster for longer ones, the more so the
+# Longest chunk that is computed as bags, in tokens. Products are faster for longer ones, the more so the
 # longer the sequence; chunks of `PromptPace`'s least size are products.
 BAG_TOKENS = 7
 # Rows of one group are padded to the longest; a group is padded to at most this multiple of its content.

@@ -4,7 +4,7 @@ from colossalai.inference.scheduling._scheduler import BatchStep
 
 
 class PromptPace:
-    """Number of prompt tokens in a step that also answers: so many that the step takes nearly twice as long.
+    """Number of prompt tokens in a step that also answers: chosen to nearly double its time.
 
     Attributes:
         prompt_tokens: Maximum number of prompt tokens in such a step; None before any measurement.

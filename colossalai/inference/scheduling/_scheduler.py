@@ -34,7 +34,7 @@ class RunningSequence:
         index: Index of the answer in the request.
         order: Its position in the queue.
         root: Key before its first block.
-        num_answers: Number of answers drawn from its prompt; it forks into so many sequences there.
+        num_answers: Number of answers drawn from its prompt; it forks into that number of sequences there.
 
     Attributes:
         tokens: The prompt, then the answer so far.
@@ -197,7 +197,7 @@ class Scheduler:
         See [Note: steps run in the order in which they were scheduled].
         """
         (self.running if sequence in self.running else self.waiting).remove(sequence)
-        self.pool.release(sequence.blocks)
+        self.pool.release(sequence.blocks)  # steps in flight may still read them
         sequence.begin_again()
 
     def begin_again(self, root_of: Mapping[str | None, bytes]) -> None:

@@ -19,8 +19,8 @@ from colossalai.inference.speculation._drafts import DraftMaker
 
 # A token with a smaller chance is not computed: it would mostly be a wasted row.
 _LEAST_CHANCE = 0.1
-# One of so many tokens left out for that reason is tried, because the text may begin to repeat. Prime, so
-# that for any number of sequences it is not always the same one's turn.
+# One of this number of tokens left out for that reason is tried, because the text may begin to repeat. Prime,
+# so that for any number of sequences it is not always the same one's turn.
 _TRIED_OF = 31
 # Required gain of the rate by drafts: the accuracy of measured times.
 _MARGIN = 1.1
@@ -120,7 +120,7 @@ class Speculator:
         self.num_accepted = 0
         self._clock = clock
         self._pace = RowPace()
-        self._round_pace = RowPace()  # of the maker: time of one more token for so many sequences
+        self._round_pace = RowPace()  # of the maker: time of one more token, by number of sequences
         self._of_kind: defaultdict[int, _Record] = defaultdict(lambda: _Record(_KEPT_OF_KIND, 1.0, 2.0))
         self._of_sequence: dict[RunningSequence, defaultdict[int, _Record]] = {}
         self._last_kind: dict[RunningSequence, int] = {}

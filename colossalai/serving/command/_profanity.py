@@ -242,7 +242,7 @@ class ProfanityFilter(ServiceInFront):
         return self._service.stats()
 
     def update_weights(self, path: str, *, in_flight: str) -> None:
-        """Take new values; see `Service.update_weights`."""
+        """Load new values; see `Service.update_weights`."""
         self._service.update_weights(path, in_flight=in_flight)
 
 
