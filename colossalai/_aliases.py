@@ -1,4 +1,4 @@
-"""Other documented spellings: a table of modules with one import finder, a table of names, no shim files.
+"""Other documented spellings: a table of modules with one import finder, a table of names, no shim modules.
 
 The finder also says of documented modules and names that have not landed what to use instead: `from a import
 b` asks for the module `a.b` where the package `a` has no `b`. And it registers the backend "shared_memory"

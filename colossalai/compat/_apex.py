@@ -8,8 +8,8 @@ Apex's own amp is deprecated and gone; its levels have a meaning that can be had
     O2     float16   float32     float16              yes      dynamic
     O3     float16   float16     float16              no       1
 
-Each option overrides what the level says. What the model returns is float32, as Apex has it under O0, O2 and
-O3; under O1 Apex computes losses in float32, which comes to the same. Apart from Apex: with a fixed loss
+Each option overrides the level. Outputs of the model are float32, as in Apex under O0, O2 and O3; under O1
+Apex computes losses in float32, which is equivalent. Apart from Apex: with a fixed loss
 scale, too, a step with an overflow is skipped (Apex makes it, and the weights are lost).
 """
 
@@ -43,7 +43,7 @@ _MAX_SCALE = 2.0**24
 
 @dataclass(frozen=True)
 class _Level:
-    """What a level and the options that override it come to."""
+    """A level with its overriding options."""
 
     model_dtype: torch.dtype | None
     autocast: bool
@@ -76,7 +76,7 @@ class ApexPrecision(Precision):
         keep_batchnorm_fp32: Leave batch normalizations in float32; not under O1.
         master_weights: Let the optimizer work on float32 copies of the weights; not under O1.
         loss_scale: "dynamic", or a fixed number above 0.
-        cast_model_outputs: The dtype of what the model returns; None: float32.
+        cast_model_outputs: The dtype of the model's outputs; None: float32.
         num_losses: Number of losses. They share one scale: more than one has no effect.
         verbosity: 0 for silence, 1 to warn of skipped steps, 2 to log every change of the scale.
         min_loss_scale: A dynamic scale does not shrink below it; None for no bound.
@@ -178,7 +178,7 @@ class FP16ApexMixedPrecision(ApexPrecision, MixedPrecision):
 
 
 def _level_of(options: ApexPrecision) -> _Level:
-    """Return the level with what overrides it."""
+    """Return the level with its overriding options."""
     level = _LEVELS[options.opt_level]
     dtype = level.model_dtype if options.cast_model_type is None else options.cast_model_type
     is_low = dtype in _HALVES
@@ -234,7 +234,7 @@ def _check_values(options: ApexPrecision) -> None:
 
 
 def _check_first_level(options: ApexPrecision) -> None:
-    """Refuse what casts the model: O1 leaves it in float32, and casts what operations take."""
+    """Refuse options that cast the model: O1 leaves it in float32, and casts operands."""
     reasons = {
         "cast_model_type": "the model stays in float32, and inputs of operations are cast: use O2 or O3",
         "keep_batchnorm_fp32": "the model is in float32, batch normalizations included: use O2 or O3",
@@ -247,7 +247,7 @@ def _check_first_level(options: ApexPrecision) -> None:
 
 
 def _without_effect(options: ApexPrecision) -> list[str]:
-    """Return what has to be said of options that change nothing."""
+    """Return log lines about options without effect."""
     level = _level_of(options)
     found = {
         f"num_losses={options.num_losses} has no effect: all losses share one scale": options.num_losses > 1,

@@ -39,33 +39,31 @@ class GeminiDDP(ZeroModel):
 
     Args:
         module: The model; it is changed in place.
-        device: Where it computes: `get_current_device()`, which is also the default.
-        placement_policy: Where sections and optimizer states lie: "cuda" on the compute device, "cpu" on the
-            host but for what computes, "const" within `memory_budget` on the device, "auto" by what the first
-            iteration has shown, "nvme" as that, plus disk.
+        device: Its compute device: `get_current_device()`, which is also the default.
+        placement_policy: Placement of sections and optimizer states: "cuda" on the compute device, "cpu" on
+            the host except for chunks in use, "const" within `memory_budget` on the device, "auto" by the
+            trace of the first iteration, "nvme" as that, plus disk.
         pin_memory: Pin sections in host memory; no effect without an accelerator.
-        force_outputs_fp32: What the model returns is float32 in any precision; with "fp16" and "bf16" it is.
+        force_outputs_fp32: Outputs are float32 in any precision; with "fp16" and "bf16" they always are.
         strict_ddp_mode: Refuse parameters that tensor parallelism has cut.
-        search_range_mb: How far above `min_chunk_size_mb` sizes of chunks are tried, in MB of 2**20
-            elements.
+        search_range_mb: Range of chunk sizes above `min_chunk_size_mb`, in MB of 2**20 elements.
         hidden_dim: The step between sizes, in elements; default 1024.
         min_chunk_size_mb: The least size of a chunk, in MB of 2**20 elements; a smaller model has one chunk.
         memstats: Not taken: the first iteration is recorded.
-        verbose: Log what lies in which chunk.
+        verbose: Log the parameters of each chunk.
         precision: "fp16" and "bf16": all in that precision, with float32 masters; "fp32": as the model is.
-        memory_budget: Bytes that a rank may take on the compute device; None: what is free, on a CPU no
+        memory_budget: Bytes that a rank can take on the compute device; None: its free memory, on a CPU no
             bound.
         host_budget: Bytes that model data may take in host memory; None: no bound.
-        offload_dir: A folder for what lies on disk.
+        offload_dir: Folder of the disk tier.
         whole_modules: Names of modules as in `model.named_modules()`, or classes, that all ranks gather at
-            their entry: ranks may differ in what they run inside, such as experts chosen by data. All enter
-            them equally often; not in a pipeline.
+            their entry, since ranks can differ inside, such as experts chosen by data. All enter them
+            equally often; not in a pipeline.
 
     Raises:
         RuntimeError: The job has not been launched.
-        ValueError: An option is unknown, of the wrong type or out of range, `device` is not that of this
-            rank, or `module` has been through a door, has a parameter without values, or cannot be put into
-            chunks.
+        ValueError: An option is unknown, of the wrong type or out of range, `device` is not this rank's, or
+            `module` is prepared already, has a parameter without values, or cannot be put into chunks.
     """
 
     @names_arguments
@@ -116,7 +114,7 @@ class ZeroDDP(ZeroModel):
 
     Args:
         module: The model; it is changed in place.
-        gemini_manager: The sizes of chunks, and where they lie.
+        gemini_manager: Sizes and placement of chunks.
         pin_memory: See `GeminiDDP`, as for all that follows.
         force_outputs_fp32: Likewise.
         strict_ddp_mode: Likewise.
@@ -172,7 +170,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
 
     Args:
         optim: Any optimizer, which is changed in place; a model may have several, of different parameters.
-        module: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
+        module: A result of `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper`.
         gpu_margin_mem_ratio: The part of the free device memory that optimizer states take, from the second
             step on; no effect without an accelerator, where states have all that is free.
         initial_scale: First loss scale of precision "fp16"; so are all up to `max_scale`.
@@ -187,7 +185,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
         verbose: Log every change of the loss scale.
 
     Raises:
-        ValueError: `module` has not been through one of those doors, `optim` cannot be cut, has a parameter
+        ValueError: `module` is not such a result, `optim` cannot be cut, has a parameter
             that another optimizer of the model has, or puts states on disk as `module` does, or an option is
             out of range.
     """
@@ -219,7 +217,7 @@ class ZeroOptimizer(LowLevelZeroOptimizer):
             "verbose": verbose,
         }
         _check_is_zero_model(module)
-        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # which refuses what is out of range
+        GeminiOptions(gpu_margin_mem_ratio=gpu_margin_mem_ratio)  # checks the range
         super().__init__(
             optim,
             model=module,
@@ -236,12 +234,12 @@ class GeminiAdamOptimizer(ZeroOptimizer):
     """`HybridAdam` for a model in chunks.
 
     Args:
-        model: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned.
+        model: A result of `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper`.
         options: Keywords of `HybridAdam` (`lr`, `betas`, `weight_decay`, `nvme_offload_fraction`, ...), and
             of `ZeroOptimizer` (`initial_scale`, `clipping_norm`, ...).
 
     Raises:
-        ValueError: An option is neither's or out of range, or `model` has not been through a door.
+        ValueError: An option is unknown to both or out of range, or `model` is not such a result.
     """
 
     def __init__(self, model: ZeroModel, **options: Any) -> None:
@@ -272,8 +270,8 @@ def get_static_torch_model(
     The chunks are gathered one after the other. Nothing of the copy is shared with the model.
 
     Args:
-        zero_ddp_model: What `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper` returned, or the model inside.
-        device: Where the copy is.
+        zero_ddp_model: A result of `GeminiDDP`, `ZeroDDP` or `zero_model_wrapper`, or the model inside.
+        device: Device of the copy.
         dtype: Of its floating tensors; None: as they are.
         only_rank_0: Whether global rank 0 alone gets values; the copies of the others are on the meta device.
 
@@ -308,7 +306,7 @@ def _check_is_zero_model(model: object) -> None:
 
 
 def _log_chunks(module: nn.Module) -> None:
-    """Log, on rank 0, what lies in which chunk."""
+    """Log the parameters of each chunk, on rank 0."""
     params_of: dict[int, list[str]] = {}
     chunks = {}
     for name, param in module.named_parameters():

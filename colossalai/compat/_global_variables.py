@@ -1,6 +1,6 @@
-"""The layout of the launched job, under the names that layers of one's own ask for.
+"""The layout of the launched job, under the names that custom layers use.
 
-Of `tensor_parallel_env` nothing is kept here, and nothing can be set: the layout comes from `parallel` in the
+`tensor_parallel_env` stores nothing here, and cannot be set: the layout comes from `parallel` in the
 config, or from a plugin.
 """
 
@@ -74,8 +74,8 @@ tensor_parallel_env = TensorParallelEnv()
 """The layout of the job that this process has launched."""
 
 moe_env = MOE_CONTEXT
-"""How its experts are spread, and the auxiliary loss of the forward that ran last."""
+"""Distribution of experts, and the auxiliary loss of the last forward."""
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, "colossalai.global_variables")  # PEP 562: names that have not landed
-__path__: list[str] = []  # the import of a name that is not here asks the finder, as that of a package does
+__path__: list[str] = []  # as a package, so that the import of a missing name uses the finder

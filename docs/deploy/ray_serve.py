@@ -41,7 +41,7 @@ def make(args: Mapping[str, str]) -> serve.Application:
     words = {name: args[name] for name in _ENGINE_WORDS if name in args}
     numbers = {name: float(args[name]) for name in _ENGINE_NUMBERS if name in args}
     whole = {name: value if name == "kv_memory" else int(value) for name, value in numbers.items()}
-    options = EngineOptions(**words, **whole)  # checked here, so that a mistake ends the command, not a replica
+    options = EngineOptions(**words, **whole)  # here a mistake ends the command, not a replica
     key_file = args.get("api_key_file")
     key = None if key_file is None else Path(key_file).read_text(encoding="utf-8").strip()
     fewest = int(args.get("replicas", "2"))

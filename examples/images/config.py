@@ -1,4 +1,4 @@
-"""Configuration of the image examples that use `colossalai.initialize` (train_engine.py, train_trainer.py)."""
+"""Configuration of the examples with `colossalai.initialize` (train_engine.py, train_trainer.py)."""
 
 BATCH_SIZE = 32  # images in a batch of one rank
 NUM_EPOCHS = 6

@@ -13,7 +13,7 @@ def build_from_config(module: Callable[..., Any], config: Mapping[str, Any]) -> 
     """Call a class or function with the entries of a config as keyword arguments.
 
     Raises:
-        ValueError: `module` cannot be called, or `config` is no mapping.
+        ValueError: `module` cannot be called, or `config` is not a mapping.
     """
     if not callable(module):
         raise ValueError(f"{module!r} cannot be called: pass a class")
@@ -23,15 +23,15 @@ def build_from_config(module: Callable[..., Any], config: Mapping[str, Any]) -> 
 
 
 def build_from_registry(config: Mapping[str, Any], registry: Registry) -> Any:
-    """Build what `dict(type=..., ...)` names in a registry; further entries are its arguments.
+    """Build the object that `dict(type=..., ...)` names in a registry; further entries are its arguments.
 
     Args:
         config: The entry of a config.
-        registry: Where the name is known, such as `colossalai.registry.LOSSES`.
+        registry: The registry of the name, such as `colossalai.registry.LOSSES`.
 
     Raises:
-        ValueError: `registry` is no `Registry`, `config` names no type that is registered in it, or the type
-            does not take the arguments.
+        ValueError: `registry` is not a `Registry`, `config` names no type that is registered in it, or the
+            type does not take the arguments.
     """
     if not isinstance(registry, Registry):
         raise ValueError(f"the registry is {registry!r}; it must be one such as colossalai.registry.LAYERS")
@@ -43,7 +43,7 @@ def build_from_registry(config: Mapping[str, Any], registry: Registry) -> Any:
         signature(module).bind(**arguments)
     except TypeError as error:
         raise ValueError(f"{dict(config)} does not fit {config['type']}: {error}") from error
-    except ValueError:  # a class without a signature, which says itself what is wrong
+    except ValueError:  # a class without a signature, which raises by itself
         pass
     return build_from_config(module, arguments)
 
@@ -53,7 +53,7 @@ def build_module(config: Mapping[str, Any]) -> nn.Module:
 
     Raises:
         ValueError: `config` names no registered layer or model, the arguments do not fit its signature, or
-            what it builds is no `nn.Module`.
+            its result is not an `nn.Module`.
     """
     name = config.get("type") if isinstance(config, Mapping) else None
     in_models = isinstance(name, str) and MODELS.has(name) and not LAYERS.has(name)

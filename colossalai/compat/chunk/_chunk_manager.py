@@ -28,7 +28,7 @@ class ChunkManager:
             that are tried.
         process_group: Not taken: chunks are cut over the data-parallel ranks of the launched job.
         enable_distributed_storage: Whether chunks are cut; they always are.
-        init_device: Not needed: where sections lie is said by the placement policy of `GeminiManager`.
+        init_device: Not needed: the placement policy of `GeminiManager` places sections.
         filters_outliers: Whether parameters that are outliers in size have chunks of their own.
 
     Attributes:
@@ -76,7 +76,7 @@ class ChunkManager:
         Args:
             model: The model; its parameters need no memory.
             search_range: The largest size that is tried, in elements.
-            n_grids: How many sizes are tried, at equal distances.
+            n_grids: Number of sizes that are tried, at equal distances.
 
         Raises:
             ValueError: `search_range` or `n_grids` is not a positive integer, or there are fewer elements
@@ -98,7 +98,7 @@ class ChunkManager:
 
 
 class GeminiManager:
-    """Sizes of chunks, and where they lie.
+    """Sizes and placement of chunks.
 
     Args:
         placement_policy: "cuda", "cpu", "const", "auto" or "nvme"; see `GeminiDDP`.
@@ -120,7 +120,7 @@ class GeminiManager:
                 f"chunk_manager is a {type(chunk_manager).__name__}: give a ChunkManager, such as "
                 "init_chunk_manager(model, ...) returns"
             )
-        GeminiOptions(memstats=memstats)  # it refuses what cannot be taken
+        GeminiOptions(memstats=memstats)  # refuses an unsupported value
         _check_policy(placement_policy)
         self.placement_policy = placement_policy
         self.chunk_manager = chunk_manager
@@ -153,13 +153,13 @@ def init_chunk_manager(
     filter_exlarge_params: bool = True,
     strict_ddp_flag: bool = False,
 ) -> ChunkManager:
-    """Return the sizes among which `ZeroDDP` searches the one that wastes least for a model.
+    """Return the sizes among which `ZeroDDP` searches the least wasteful for a model.
 
     Args:
         model: The model.
         init_device: Not needed, see `ChunkManager`.
         hidden_dim: The step between sizes, in elements; default 1024.
-        search_range_mb: How far above `min_chunk_size_mb` sizes are tried, in MB of 2**20 elements.
+        search_range_mb: Range of sizes above `min_chunk_size_mb`, in MB of 2**20 elements.
         min_chunk_size_mb: The least size, in MB of 2**20 elements.
         filter_exlarge_params: Whether parameters that are outliers in size have chunks of their own.
         strict_ddp_flag: Whether parameters that tensor parallelism has cut are refused.
@@ -169,7 +169,7 @@ def init_chunk_manager(
             cut.
     """
     interval = DEFAULT_INTERVAL if hidden_dim is None else hidden_dim
-    search_chunk_configuration(  # it refuses what cannot be searched; the ranks are not known here
+    search_chunk_configuration(  # checks the arguments; the ranks are unknown here
         model, search_range_mb, interval, min_chunk_size_mb, filter_exlarge_params, strict_ddp_flag
     )
     sizes = ChunkSizes.in_mb(search_range_mb, interval, min_chunk_size_mb)

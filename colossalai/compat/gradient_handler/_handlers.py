@@ -22,7 +22,7 @@ BUCKET_BYTES = 25 * 2**20
 
 @final
 class GradientAverage:
-    """Replaces the gradients of trainable parameters by that of the mean loss over all replicas, in place.
+    """Replaces the gradients of trainable parameters by those of the mean loss over all replicas, in place.
 
     Args:
         replicas: The ranks that see different parts of the batch; nothing happens if there is one only.
@@ -35,7 +35,7 @@ class GradientAverage:
     def __call__(self, params: Iterable[nn.Parameter]) -> None:
         """Average the gradients.
 
-        One all-reduce for each bucket: as many bytes as that of the trainable parameters. A parameter that
+        One all-reduce for each bucket, with the bytes of the trainable parameters in total. A parameter that
         has no gradient on this rank (it was not used here) counts as zero, so that all ranks send the same.
 
         Args:
@@ -90,12 +90,12 @@ class DataParallelGradientHandler(BaseGradientHandler):
 class SequenceParallelGradientHandler(BaseGradientHandler):
     """Averages all gradients over SEQUENCE_DP: every parameter is replicated there; see `GradientAverage`.
 
-    So is the slice of one that tensor parallelism beside it cuts.
+    So are slices of parameters cut by tensor parallelism.
 
     A rank's loss is the mean over the tokens that it holds, and its backward gives the gradient of the sum of
-    all ranks' losses, with respect to its own copy. So where all ranks hold equally many tokens that count,
-    the mean over the ranks is the gradient of the mean over all tokens. Where they do not (padding, a masked
-    language model), give the loss its weight: `engine.backward(loss, weight=number_of_own_tokens)`.
+    all ranks' losses, with respect to its own copy. So if all ranks hold equally many counted tokens, the
+    mean over the ranks is the gradient of the mean over all tokens. Otherwise (padding, a masked language
+    model), give the loss its weight: `engine.backward(loss, weight=number_of_own_tokens)`.
     """
 
     _average: GradientAverage | None = None  # from the first call on
@@ -115,9 +115,9 @@ class MoeGradientHandler(BaseGradientHandler):
     """Averages all gradients: those of experts over the ranks that hold them, others over DATA.
 
     See [Note: which ranks share a gradient]. Named in the config, `gradient_handler=[dict(type=
-    "MoeGradientHandler")]`, it does so, and the data-parallel method leaves it to this. Where the config
+    "MoeGradientHandler")]`, it does so, and the data-parallel method leaves it to this. If the config
     names no handler, `initialize` adds one to the engine of a model with experts; gradients are averaged by
-    the data-parallel method then, beside the backward, which is quicker, and this one does nothing: the
+    the data-parallel method then, during the backward, which is faster, and this one does nothing: the
     gradients of experts would be divided twice.
 
     Args:
@@ -142,7 +142,7 @@ class MoeGradientHandler(BaseGradientHandler):
 class PipelineSharedModuleGradientHandler(BaseGradientHandler):
     """Sums the gradients of shared parameters; see `PipelineSharedModuleWrapper`.
 
-    A pipeline does so in every step by itself. Where it has, this finds them summed and does nothing.
+    A pipeline does so in every step by itself. Gradients that are summed already are left unchanged.
     """
 
     def handle_gradient(self) -> None:
@@ -152,13 +152,13 @@ class PipelineSharedModuleGradientHandler(BaseGradientHandler):
 
 @GRADIENT_HANDLER.register_module
 class ZeROGradientHandler(BaseGradientHandler):
-    """Waits until each rank has its slices of the mean gradients, and averages what has not been yet.
+    """Waits until each rank has its slices of the mean gradients, and averages the remaining ones.
 
-    A step under ZeRO does so by itself. Where this has been before, the step finds it done.
+    A step under ZeRO does so by itself, and skips it after this handler.
 
     Args:
         model: The model.
-        optimizer: Its optimizer, from a door, under ZeRO stage 1 or 2.
+        optimizer: Its wrapped optimizer, under ZeRO stage 1 or 2.
 
     Raises:
         ValueError: The optimizer is not under ZeRO.

@@ -21,7 +21,7 @@ def save_checkpoint(
     optimizer: Optimizer | None = None,
     lr_scheduler: Any = None,
 ) -> None:
-    """Save a model and what trains it to one file; every rank calls it, rank 0 writes.
+    """Save a model, optimizer and scheduler to one file; every rank calls it, rank 0 writes.
 
     Args:
         file: The file.
@@ -43,7 +43,7 @@ def load_checkpoint(
     *,
     allow_pickle: bool = False,
 ) -> int:
-    """Load what `save_checkpoint` saved and return the epoch; the parallel plan may be another one.
+    """Load a file of `save_checkpoint` and return the epoch; the parallel plan can be another one.
 
     Args:
         file: The file.
@@ -51,8 +51,8 @@ def load_checkpoint(
         optimizer: Its optimizer, or the engine's.
         lr_scheduler: A scheduler.
         strict: Whether missing and unexpected names are errors.
-        allow_pickle: Run the code that the file may hold, if it cannot be restored without: only for a file
-            from somebody whom you trust.
+        allow_pickle: Run the code that the file can contain, if it cannot be restored without: only for a
+            file from a trusted source.
     """
     return checkpoint_io.load_checkpoint(
         file, _raw_model(model), optimizer, lr_scheduler, strict=strict, allow_pickle=allow_pickle

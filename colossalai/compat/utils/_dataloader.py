@@ -16,7 +16,7 @@ class DataParallelSampler(runtime.DataParallelSampler):
         shuffle: Whether each epoch has its own order.
         seed: Seed of the orders; the same on every rank.
         drop_last: Leave out the rest that does not give every data-parallel rank a sample; otherwise the
-            first samples stand in for the missing ones.
+            first samples are repeated as padding.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ def get_dataloader(
         seed: Seed of the orders and of the workers' random states; the same on every rank.
         add_sampler: Whether the data-parallel ranks divide the dataset; False: every rank reads all of it,
             for streams that divide themselves.
-        drop_last: Leave out what does not fill a batch, or a sample for every rank; otherwise the first
-            samples stand in for the missing ones.
+        drop_last: Leave out an incomplete batch, or samples for some ranks only; otherwise the first samples
+            are repeated as padding.
         pin_memory: Copy batches into pinned memory; no effect without an accelerator.
         num_workers: Number of loading processes.
         batch_size: Samples in a batch of one rank; None: each sample is a batch.

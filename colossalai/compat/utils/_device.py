@@ -1,4 +1,4 @@
-"""The device of this process, whatever its kind."""
+"""The device of this process, of any kind."""
 
 import torch
 

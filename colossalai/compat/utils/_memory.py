@@ -1,4 +1,4 @@
-"""How much memory this process uses, and how much there is, on the accelerator or in the host."""
+"""Used and total memory of this process, on the accelerator or in the host."""
 
 import gc
 import logging
@@ -27,9 +27,9 @@ def report_memory_usage(
     """Log this rank's memory, and begin a new measurement of the accelerator's peaks; garbage goes first.
 
     Args:
-        message: What the line begins with: the moment.
-        logger: Where to write; default: the logger of the package.
-        report_cpu: Also say the host memory of the process; so it is where there is no accelerator.
+        message: The beginning of the line: the moment.
+        logger: The logger; default: the logger of the package.
+        report_cpu: Include the host memory of the process; always included without an accelerator.
     """
     gc.collect()
     parts = []

@@ -135,7 +135,7 @@ def count_zeros_fp32(parameters: Iterable[torch.Tensor] | torch.Tensor) -> int:
     """Return how many elements of the gradients are 0, over all ranks; collective.
 
     Args:
-        parameters: Parameters, whole or sharded; the same on all ranks. What is replicated counts once.
+        parameters: Parameters, whole or sharded; the same on all ranks. Replicas count once.
     """
     return count_zero_grads([parameters] if isinstance(parameters, torch.Tensor) else list(parameters))
 

@@ -1,4 +1,4 @@
-"""Profilers of a training loop: torch's, with a trace for each rank, and what the ranks send each other.
+"""Profilers of a training loop: torch's, with a trace for each rank, and bytes sent between ranks.
 
 with profile("traces", schedule=torch.profiler.schedule(wait=1, warmup=1, active=3)) as profiler:
     for batch in loader:
@@ -23,8 +23,8 @@ def profile(folder: str | Path | None = None, **options: Any) -> torch.profiler.
     """Return torch's profiler; every rank writes a trace of its own.
 
     Args:
-        folder: Where the traces go when a measurement is complete, as `rank_<rank>_step_<step>.json`, which
-            chrome://tracing and Perfetto open; None for none.
+        folder: Destination of the traces when a measurement is complete, as `rank_<rank>_step_<step>.json`,
+            which chrome://tracing and Perfetto open; None for none.
         options: Arguments of `torch.profiler.profile`: schedule, activities, profile_memory, ...
 
     Raises:
@@ -46,10 +46,10 @@ def profile(folder: str | Path | None = None, **options: Any) -> torch.profiler.
 
 
 class CommProfiler:
-    """Counts what this rank sends by the collectives of `colossalai.communication`, and the time in them.
+    """Counts the bytes sent by the collectives of `colossalai.communication`, and the time in them.
 
-    Tensor and sequence parallelism use these; what DDP and FSDP send shows in torch's profiler. An
-    accelerator is waited for before and after each of them.
+    Tensor and sequence parallelism use these; communication of DDP and FSDP is shown by torch's profiler. An
+    accelerator is synchronized before and after each of them.
     """
 
     def __init__(self) -> None:
@@ -67,7 +67,7 @@ class CommProfiler:
         self._book = self._open.enter_context(ledger(timed=True))
 
     def disable(self) -> None:
-        """End to count; what was counted stays until `enable`."""
+        """Stop counting; counts are kept until `enable`."""
         self._open.close()
 
     def result(self) -> str:
@@ -117,12 +117,12 @@ class ProfilerContext:
             profiler.disable()
 
     def show(self) -> None:
-        """Print what each has found."""
+        """Print the results of each profiler."""
         for profiler in self.profilers:
             profiler.show()
 
     def to_file(self, folder: str | Path) -> None:
-        """Write what each has found into a folder."""
+        """Write the results of each profiler to a folder."""
         for profiler in self.profilers:
             profiler.to_file(folder)
 

@@ -1,0 +1,1 @@
+from colossalai.compat.builder import *

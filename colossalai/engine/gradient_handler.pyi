@@ -1,0 +1,1 @@
+from colossalai.compat.gradient_handler import *

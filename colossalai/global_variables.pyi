@@ -1,0 +1,1 @@
+from colossalai.compat._global_variables import *
