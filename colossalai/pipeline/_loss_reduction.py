@@ -1,12 +1,13 @@
 """Reduction of a criterion: whether the losses of microbatches are means over samples, or sums that add up.
 
 [Note: means and sums]
-The loss of a batch is the mean of those of its microbatches, weighted by their samples, or for sums the sum.
-Which one is stated by the option `loss_reduction`, else by the attribute `reduction` of the criterion, as of
-losses of torch. Functions and modules that wrap a loss state nothing (one that wraps a sum can divide it).
-The mean is assumed, and compared once: the loss of a microbatch with those of its halves. A mean is between
-these, also where the halves have different numbers of labels, so a mean is never reported. The criterion is
-called twice more for it, on copies, without gradients; stating the reduction leaves these calls out.
+The loss of a batch is the mean of the losses of its microbatches, weighted by their samples; for sums it is
+the sum. The option `loss_reduction` states the reduction, else the attribute `reduction` of the criterion, as
+of losses of torch. Functions and modules around a loss have no such attribute, and could divide a sum.
+For these the mean is assumed, and checked once: the loss of a microbatch is compared with the losses of its
+halves. A mean is between these, also for halves with different numbers of labels, so a mean is never
+reported. The check calls the criterion twice more, on copies, without gradients; stating the reduction avoids
+these calls.
 """
 
 import functools
@@ -26,7 +27,7 @@ _TOLERANCE = 1e-2  # relative; wide enough for losses in 16 bits
 
 
 def reduction_of(criterion: Callable[..., Any] | None) -> str | None:
-    """Return the reduction that a criterion states, None if it states none."""
+    """Return the reduction that a criterion states, or None."""
     stated: object
     if isinstance(criterion, functools.partial):
         stated = criterion.keywords.get("reduction")
@@ -43,7 +44,7 @@ def reduction_of(criterion: Callable[..., Any] | None) -> str | None:
 
 
 def _name_of(criterion: Callable[..., Any]) -> str:
-    """Return the name of a criterion, the same for each function that one definition makes."""
+    """Return the name of a criterion, the same for all functions from one definition."""
     if isinstance(criterion, functools.partial):
         return _name_of(criterion.func)
     named: Any = criterion if inspect.isroutine(criterion) else type(criterion)
@@ -51,18 +52,18 @@ def _name_of(criterion: Callable[..., Any]) -> str:
 
 
 def is_sum_of_parts(whole: float, parts: tuple[float, float]) -> bool:
-    """Whether a loss is the sum of those of two parts, and not a mean of them."""
+    """Return whether a loss is the sum of the losses of two parts, not their mean."""
     slack = _TOLERANCE * max(abs(whole), *map(abs, parts))
     is_between = min(parts) - slack <= whole <= max(parts) + slack
     return math.isclose(whole, sum(parts), rel_tol=0, abs_tol=slack) and not is_between
 
 
 class ReductionCheck:
-    """Compares criteria of unknown reduction, each once, and warns of sums.
+    """Comparison of criteria of unknown reduction, each once, with a warning for sums.
 
-    A criterion is known by its name, so a function that a loop makes anew is compared in one step only.
-    Neither the name nor the number of calls depends on values: where a criterion communicates, all replicas
-    and tensor-parallel ranks call it alike.
+    A criterion is identified by its name, so a function that a loop defines anew is compared in one step
+    only. Neither the name nor the number of calls depends on values, so all replicas and tensor-parallel
+    ranks make the same calls of a criterion that communicates.
 
     Args:
         logs: Whether this rank logs.
@@ -82,14 +83,14 @@ class ReductionCheck:
         *,
         batch_dim: BatchDim | None,
     ) -> None:
-        """Compare the loss of a microbatch with those of its halves, with random states restored after it.
+        """Compare the loss of a microbatch with the losses of its halves; random states are restored.
 
         Args:
             criterion: The criterion.
-            loss_of: Returns its loss for an output, and the batch that the output belongs to.
-            output: What the model returned for `batch`.
+            loss_of: Function from an output and its batch to the loss.
+            output: Output of the model for `batch`.
             batch: The microbatch.
-            whole: Its loss.
+            whole: Loss of `batch`.
             batch_dim: See `PipelineOptions`.
         """
         if (name := _name_of(criterion)) in self._compared:
@@ -105,7 +106,7 @@ class ReductionCheck:
                     "among the options of the pipeline they are those of one process, and "
                     "loss_reduction='mean' ends this warning"
                 )
-        except Exception as error:  # the criterion is the user's, and is used to whole microbatches
+        except Exception as error:  # a user's criterion can depend on the size of a microbatch
             level = "INFO"
             message = (
                 f"the criterion {name} cannot be called on a part of a microbatch ({type(error).__name__}: "
@@ -125,13 +126,13 @@ def is_sum(
     *,
     batch_dim: BatchDim | None,
 ) -> bool:
-    """Whether the loss of a microbatch is the sum of those of its halves; see `ReductionCheck.compare_once`.
+    """Return whether a microbatch's loss is the sum of its halves' losses; see `ReductionCheck.compare_once`.
 
-    A single sample has no halves: the loss of two of it is compared with its own.
+    A single sample has no halves: the loss of two copies of it is compared with its own.
     """
     output_dim, device = output_dim_of(batch_dim, is_needed=False), whole.device
     halves = cut_batch(batch, 2, batch_dim)
-    # MPS has no states of single devices.
+    # MPS has no per-device random states.
     others = (
         {"devices": []}
         if device.type in ("cpu", "mps")
@@ -156,13 +157,13 @@ def _twice(tensor: torch.Tensor, dim: int | None) -> torch.Tensor:
 
 
 def _rows(output: Any, size: int, start: int, count: int, dim: int) -> Any:
-    """Return the rows of some samples in an output for `size` ones."""
+    """Return the rows of `count` of the `size` samples in an output, from sample `start` on."""
 
     def cut(tensor: torch.Tensor) -> torch.Tensor:
         if tensor.ndim <= dim or tensor.shape[dim] % size:
             return tensor.clone()
-        rows = tensor.shape[dim] // size  # for a sample
-        # A copy, since a criterion can write to it, and the backward needs the original.
+        rows = tensor.shape[dim] // size  # per sample
+        # A copy, since a criterion can write to it, and the backward reads the original.
         return tensor.narrow(dim, start * rows, count * rows).clone()
 
     return map_tensors(cut, output)

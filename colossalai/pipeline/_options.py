@@ -1,4 +1,4 @@
-"""How a pipeline is run: its schedule, the microbatches, the chunks, and what is known of the messages."""
+"""Pipeline options: the schedule, the microbatches, the chunks and the known message shapes."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,25 +14,25 @@ _FEWEST_CHUNKS = {"interleaved": 2, "zb-v": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOptions:
-    """What there is to choose about a pipeline.
+    """Options of pipeline parallelism.
 
     Attributes:
         num_microbatches: Number of microbatches that a batch is cut into.
         schedule: A name ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"), the path of a CSV file of actions,
             or a `Schedule`; None: "1f1b", with several chunks "interleaved".
         num_chunks: Number of stages on a rank; None: as many as the schedule needs.
-        partition: How a whole model is cut: "balanced" (by parameters) or "uniform" (by blocks); None: the
-            model that is given is this rank's part already.
-        tensor_shape: Shape of what every stage but the last returns, if it is always the same tensor; None:
+        partition: Partition of a whole model: "balanced" (by parameters) or "uniform" (by blocks); None: the
+            given model is already the part of this rank.
+        tensor_shape: Shape of the output of every stage but the last, if it is always the same tensor; None:
             shapes are exchanged.
-        scatter_gather_tensors: Where activations are the same on all tensor-parallel ranks, each sends only
-            its part of one, and the receivers gather it.
+        scatter_gather_tensors: Send only the rank's part of an activation that is the same on all
+            tensor-parallel ranks; the receivers gather it.
         batch_dim: The dimension of the samples in all tensors of a batch and in the output; or a mapping from
             names of inputs to it, with None for an input about the whole batch, which every microbatch gets
             whole. A name is a key of a dict, a field, or a path: "data", "label", "data[0]", "data['x']";
-            "output" is what the model returns. Inputs without a name are cut along dim 0. None: all are.
-        loss_reduction: Whether the criterion returns the "mean" over the samples it is given or their "sum";
-            None: as its `reduction` says, else the mean.
+            "output" is the model's output. Inputs without a name are cut along dim 0. None: all are.
+        loss_reduction: Reduction of the criterion: the "mean" over the samples of a batch, or their "sum";
+            None: the criterion's attribute `reduction`, else the mean.
     """
 
     num_microbatches: int
@@ -47,7 +47,7 @@ class PipelineOptions:
     def __post_init__(self) -> None:
         check_batch_dim(self.batch_dim)
         if isinstance(self.batch_dim, Mapping):
-            object.__setattr__(self, "batch_dim", dict(self.batch_dim))  # a copy of its own
+            object.__setattr__(self, "batch_dim", dict(self.batch_dim))  # a private copy
         if self.loss_reduction not in (None, *REDUCTIONS):
             raise ValueError(
                 f"loss_reduction is {self.loss_reduction!r}; it must be one of {', '.join(REDUCTIONS)}, or "
@@ -90,7 +90,8 @@ class PipelineOptions:
         """Return the schedule for a number of microbatches; default: `num_microbatches`.
 
         Raises:
-            ValueError: The schedule from a file, or given as a value, is for other numbers.
+            ValueError: The schedule, from a file or given as a value, has another number of ranks or
+                microbatches.
             OSError: The file cannot be read.
         """
         count = self.num_microbatches if num_microbatches is None else num_microbatches

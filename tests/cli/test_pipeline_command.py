@@ -135,7 +135,7 @@ def test_a_mistake_is_said_in_plain_words(args: tuple[str, ...], message: str):
     [
         ("0F0,0B0\n1F0\n", (), "the backward (B, or I and W) is missing for stage 1, microbatch 0 (rank 1)"),
         ("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", (), "deadlocks: rank 0 waits at position 1 (0B0) for 1B0"),
-        ("0F0,0Q0\n", (), "row 1, column 2: '0Q0' is no action"),
+        ("0F0,0Q0\n", (), "row 1, column 2: '0Q0' is not an action"),
         (
             "0F0,0B0\n",
             ("--stages", "2"),

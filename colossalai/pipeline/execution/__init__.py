@@ -1,4 +1,4 @@
-"""What runs a schedule: actions in order, messages between ranks, microbatches, split backwards."""
+"""Execution of schedules: the executor, messages between ranks, microbatches, split backwards."""
 
 from colossalai.pipeline.execution._executor import LossCollection as LossCollection
 from colossalai.pipeline.execution._executor import PipelineExecutor as PipelineExecutor

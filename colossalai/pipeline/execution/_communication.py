@@ -1,31 +1,31 @@
-"""Messages between the ranks of a pipeline: point-to-point transfers, and what a receiver must know first.
+"""Messages between the ranks of a pipeline: point-to-point transfers, and the exchange of their shapes.
 
-`Channel` moves tensors of known shapes between two ranks and names whoever is gone. Over it, `Exchange`
+`Channel` moves tensors of known shapes between two ranks; its errors name the lost peer. Over it, `Exchange`
 carries out the SEND, RECV and WAIT steps of one run of a lowered schedule. For each boundary between stages
 of two ranks a run sends one token, one activation per microbatch and tensor, and when training one gradient
-per microbatch and tensor that requires one; no token where the shape is fixed beforehand.
+per microbatch and tensor that requires one; with a fixed shape it sends no token.
 
 [Note: groups of a pipeline]
 Two groups hold all ranks of the pipeline axis: one for messages to a higher rank, one for messages to a lower
-one. Where a backend keeps the messages of a communicator in order (NCCL has one for each pair in each group),
-a receive that was posted early then never holds up a send.
+one. Some backends keep the messages of a communicator in order (NCCL has one for each pair in each group);
+with two groups, a receive that was posted early never holds up a send.
 
-A backend may make the connection of a pair when it is first used, and both have to come for that; so each
-pair uses its two directions once, in the same order on all ranks, before there is any schedule.
+A backend may connect a pair at its first message, which needs both ranks; so each pair uses its two
+directions once, in the same order on all ranks, before any schedule runs.
 
-[Note: what the receiver knows]
-A receive can be posted only for known shapes. Shapes are a function of three things: what the stages are,
-which gradients they require, and the shapes of the microbatch, which all stages see. So the first time that a
-stage's output is sent for a new combination of them, its spec goes ahead of it (two messages), and both sides
-keep it. Later there is nothing but the payload.
+[Note: specs before payloads]
+A receive can be posted only for known shapes. Shapes are a function of three things: the stages, the
+gradients they require, and the shapes of the microbatch, which all stages see. So the first time that a
+stage's output is sent for a new combination of them, its spec is sent first (two messages), and both sides
+keep it. Later runs send the payload alone.
 
-That both sides mean the same combination is checked once in a run: as soon as a stage begins its first
-forward, it sends a token of two numbers. The first stands for the schedule and the shapes of the data, and
-must be that of the receiver; the second for the stage and all before it, and is part of the key under which
-both sides keep the spec. A stage that returns another shape than it has announced is an error on the sender's
+Both sides check once in a run that they use the same combination: at the start of its first forward, a stage
+sends a token of two numbers. The first is a digest of the schedule and the shapes of the data, and must equal
+the receiver's; the second is a digest of the stage and all earlier ones, and is part of the key under which
+both sides keep the spec. A stage whose output differs in shape from its spec raises an error on the sender's
 side. So no message can be taken for another one.
 
-A gradient has the shape of the activation that it belongs to: its receiver has sent that one.
+A gradient has the shape of its activation, which the gradient's receiver has sent.
 """
 
 import math
@@ -45,7 +45,7 @@ from colossalai.pipeline.schedules import Message, MessageKind, ScheduleStep
 
 Expected = tuple[tuple[int, ...], torch.dtype]
 SpecKey = tuple[int, int, int]
-"""Stage that sends, token of the stage, shapes of the microbatch."""
+"""Sending stage, token of that stage, shapes of the microbatch."""
 
 _TOKEN: Expected = ((2,), torch.int64)
 _LENGTH: Expected = ((1,), torch.int64)
@@ -53,7 +53,7 @@ _LENGTH: Expected = ((1,), torch.int64)
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Tensors in flight to another rank; they must stay as they are until `wait` has returned."""
+    """Tensors in flight to another rank; they must not change until `wait` has returned."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
@@ -66,7 +66,7 @@ class Sent:
 
 @dataclass(frozen=True, slots=True)
 class Arriving:
-    """Tensors in flight from another rank, and how to make whole ones of the parts that are sent."""
+    """Tensors in flight from another rank, and the shapes and axis for gathering them."""
 
     tensors: tuple[torch.Tensor, ...]
     works: tuple[dist.Work, ...]
@@ -80,11 +80,11 @@ class Arriving:
         return self.whole()
 
     def whole(self) -> list[torch.Tensor]:
-        """Return the tensors, which have arrived."""
+        """Return the tensors, gathered over the scatter axis; they must have arrived."""
         axis = self.axis
         if axis is None:
             return list(self.tensors)
-        # All ranks of the scatter axis have received their parts, and gather them in the same order.
+        # All ranks of the scatter axis have received their parts; each all-gathers its part, in this order.
         return [
             all_gather(tensor, 0, axis).view(shape) if _is_cut(shape, axis) else tensor
             for tensor, shape in zip(self.tensors, self.shapes, strict=True)
@@ -99,9 +99,9 @@ class Channel:
 
     Args:
         axis: The pipeline axis.
-        device: Where tensors are received.
-        scatter_axis: The tensor axis along which everything that is sent is the same, so that each rank
-            sends its part of a tensor only, and the receivers gather it.
+        device: Device of the received tensors.
+        scatter_axis: The tensor axis along which all sent tensors are the same, so that each rank sends only
+            its part of a tensor, and the receivers gather it.
     """
 
     def __init__(self, axis: Axis, *, device: torch.device, scatter_axis: Axis | None = None) -> None:
@@ -120,7 +120,7 @@ class Channel:
         """Use connections for the first time, in the same order on all ranks.
 
         Args:
-            pairs: Of pipeline ranks (source, destination); all of them, the same on every rank.
+            pairs: All pairs of pipeline ranks (source, destination), the same on every rank.
         """
         unordered = {(min(pair), max(pair)) for pair in pairs}
         for low, high in sorted(unordered - self._connected):
@@ -131,7 +131,7 @@ class Channel:
     def send(
         self, tensors: Iterable[torch.Tensor], peer: int, blame: Callable[[], str], *, whole: bool = False
     ) -> Sent:
-        """Begin to send tensors to a pipeline rank; `whole` ones are not cut along the scatter axis."""
+        """Begin to send tensors to a pipeline rank; with `whole` they are not cut along the scatter axis."""
         axis = None if whole else self.scatter_axis
         parts = []
         for tensor in tensors:
@@ -145,7 +145,7 @@ class Channel:
     def receive(
         self, specs: Iterable[Expected], peer: int, blame: Callable[[], str], *, whole: bool = False
     ) -> Arriving:
-        """Begin to receive tensors of known shapes and types from a pipeline rank; see `send`."""
+        """Begin to receive tensors of known shapes and dtypes from a pipeline rank; see `send`."""
         axis = None if whole else self.scatter_axis
         shapes, places = [], []
         for shape, dtype in specs:
@@ -166,7 +166,7 @@ class Channel:
         works = []
         try:
             for tensor in tensors:
-                if tensor.numel():  # the peer knows the shape, and posts nothing for an empty one, either
+                if tensor.numel():  # neither rank posts an empty tensor
                     works.append(operation([tensor], peer, 0))
         except RuntimeError as error:
             raise _peer_error(error, blame) from error
@@ -198,18 +198,18 @@ class Exchange:
     """The messages of this rank in one run.
 
     Args:
-        channel: What carries them.
-        rank_of_stage: For each stage, the pipeline rank that holds it.
-        common: Stands for the schedule and for what it is run on; must be the same on all ranks.
-        specs: What is known of payloads; kept by the caller from run to run.
-        data: For each microbatch, a number that stands for its shapes.
+        channel: The channel of this rank.
+        rank_of_stage: For each stage, its pipeline rank.
+        common: Digest of the schedule and its data; must be the same on all ranks.
+        specs: Known specs of payloads; the caller keeps them from run to run.
+        data: For each microbatch, a digest of its shapes.
         fixed: The spec of every activation, if it is known beforehand.
-        training: Whether gradients come back.
+        training: Whether gradients are sent back.
 
     Attributes:
-        activations: For each stage and microbatch, the spec and the tensors that have come for it and have
-            not been taken yet; also those that another stage of this rank has handed over.
-        gradients: The same of gradients; None is zero.
+        activations: For each stage and microbatch, the spec and the tensors that have arrived and have not
+            been used yet; also the activations from another stage of this rank.
+        gradients: The same for gradients; None is zero.
     """
 
     def __init__(
@@ -228,20 +228,20 @@ class Exchange:
         self.gradients: dict[tuple[int, int], Sequence[torch.Tensor | None]] = {}
         self._rank_of_stage, self._common, self._training = rank_of_stage, common, training
         self._specs, self._data, self._fixed = specs, data, fixed
-        self._tokens: dict[int, int] = {-1: common}  # of stages, those of this rank and those before them
-        self._unposted: dict[int, deque[Message]] = {}  # by sender: those whose shape is not known yet
+        self._tokens: dict[int, int] = {-1: common}  # of the stages of this rank and of those before them
+        self._unposted: dict[int, deque[Message]] = {}  # by sender: messages of unknown shapes, in order
         self._arriving: dict[Message, Arriving] = {}
         self._on_their_way: dict[Message, list[Sent]] = {}
         self._sent_specs: dict[tuple[int, int], PayloadSpec] = {}
         self._received_specs: dict[tuple[int, int], PayloadSpec] = {}
 
     def begin_stage(self, stage: int, state: object, message: Message | None) -> None:
-        """Work out the token of a stage before its first forward of the run, and tell the next stage.
+        """Compute the token of a stage before its first forward of the run, and send it to the next stage.
 
         Args:
             stage: The stage.
-            state: What its output depends on besides the data; compared by its `repr`.
-            message: By which the next stage learns of it; None if that is on this rank.
+            state: All else but the data that the output depends on; compared by its `repr`.
+            message: The message that carries the token; None if the next stage is on this rank.
         """
         token = self._tokens[stage] = digest((self._tokens[stage - 1], state))
         if message is not None:
@@ -250,13 +250,13 @@ class Exchange:
     def send_activation(
         self, message: Message, spec: PayloadSpec, tensors: Sequence[torch.Tensor]
     ) -> PayloadSpec:
-        """Begin to send what a stage returned, taken apart.
+        """Begin to send the output of a stage.
 
         Returns:
-            The spec that the receiver goes by.
+            The spec that the receiver uses.
 
         Raises:
-            ValueError: `spec` is not what the next stage expects; see [Note: what the receiver knows].
+            ValueError: `spec` differs from the spec at the receiver; see [Note: specs before payloads].
         """
         stage = message.stage - 1
         if self._fixed is not None:
@@ -272,7 +272,7 @@ class Exchange:
             elif known != spec:
                 raise ValueError(
                     f"stage {stage} returned {spec} where it returned {known} before, for data of the same "
-                    "shapes: what a stage returns must follow from the shapes of the data "
+                    "shapes: the output of a stage must follow from the shapes of the data "
                     "(pad it to a fixed size)"
                 )
         if self._training:
@@ -281,7 +281,7 @@ class Exchange:
         return spec
 
     def send_gradients(self, message: Message, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Begin to send the gradients of what was received, of the tensors that require one; None is zero."""
+        """Begin to send the gradients of the received tensors that require one; None is zero."""
         specs = _with_gradient(self._received_specs.pop((message.stage, message.microbatch)))
         tensors = [
             torch.zeros(spec.shape, dtype=spec.dtype, device=self.channel.device)
@@ -292,7 +292,7 @@ class Exchange:
         self._send(tensors, message)
 
     def post(self, step: ScheduleStep) -> None:
-        """Begin to receive a message, and those of its sender before it, as far as their shapes are known."""
+        """Begin to receive a message and the earlier ones of its sender, as far as their shapes are known."""
         message = step.message
         assert message is not None, "a message is received"
         unposted = self._unposted.setdefault(message.source, deque())
@@ -300,7 +300,7 @@ class Exchange:
         self._post_known(unposted)
 
     def wait(self, step: ScheduleStep) -> None:
-        """Wait for a message, keep what came with it, and free the sends that are over by then.
+        """Wait for a message, keep its tensors, and free the sends that are complete by then.
 
         Raises:
             ValueError: The stage before runs another schedule, or on other data.
@@ -308,14 +308,14 @@ class Exchange:
         message = step.message
         assert message is not None, "a message is received"
         unposted = self._unposted[message.source]
-        while message not in self._arriving:  # of shapes seen for the first time: they come ahead of it
+        while message not in self._arriving:  # new shapes: the spec of the first unposted message comes next
             self._learn(unposted[0])
             self._post_known(unposted)
         arriving = self._arriving.pop(message)
         transfers: list[Sent | Arriving] = [arriving]
-        for each in step.over:  # these have arrived, too: see [Note: when a send is over]
+        for each in step.over:  # sends that are complete, too: see [Note: when a send is over]
             transfers += self._on_their_way.pop(each)
-        _wait_for(transfers)  # here this rank waits for its peer
+        _wait_for(transfers)  # blocks until the peer has sent the message
         tensors = list(arriving.tensors) if arriving.axis is None else arriving.whole()
         if message.kind is MessageKind.TOKEN:
             self._take_token(message, *tensors)
@@ -325,13 +325,13 @@ class Exchange:
             self.gradients[message.stage, message.microbatch] = tensors
             return
         spec = self._spec_of(message)
-        assert spec is not None, "it has come"
+        assert spec is not None, "the message was posted with its spec"
         self.activations[message.stage, message.microbatch] = (spec, tensors)
         if self._training:
             self._received_specs[message.stage - 1, message.microbatch] = spec
 
     def finish(self) -> None:
-        """Return when everything has been sent; the memory of the sends is free then."""
+        """Wait for the remaining sends, and free their tensors."""
         for messages in self._on_their_way.values():
             _wait_for(messages)
         self._on_their_way.clear()
@@ -343,7 +343,7 @@ class Exchange:
     def _post_known(self, unposted: deque[Message]) -> None:
         """Begin to receive the next messages of a rank, in order, up to the first of unknown shapes.
 
-        The sender sends in this order: a receive that was posted out of order would take another message.
+        The sender sends in this order: a receive that is posted out of order would match another message.
         """
         while unposted:
             message = unposted[0]
@@ -363,17 +363,17 @@ class Exchange:
             )
 
     def _learn(self, message: Message) -> None:
-        """Receive the spec that goes ahead of an activation of new shapes."""
+        """Receive the spec that is sent before an activation of new shapes."""
         assert message.kind is MessageKind.ACTIVATION, f"nothing goes ahead of {message}"
         peer, blame = message.source, partial(self._blame, message)
-        # The sender has begun both sends before that of the activation, so these waits end.
+        # The sender has begun both sends before the activation's, so these waits end.
         (length,) = self.channel.receive([_LENGTH], peer, blame, whole=True).wait()
         (encoded,) = self.channel.receive([((int(length),), torch.uint8)], peer, blame, whole=True).wait()
         stage = message.stage - 1
         self._specs[stage, self._tokens[stage], self._data[message.microbatch]] = PayloadSpec.decode(encoded)
 
     def _spec_of(self, message: Message) -> PayloadSpec | None:
-        """Return the spec of an activation, or of the one that a gradient belongs to, if it is known."""
+        """Return the spec of an activation, or of a gradient's activation; None if it is unknown."""
         if message.kind is MessageKind.GRADIENT:
             return self._sent_specs.get((message.stage, message.microbatch))
         if self._fixed is not None:
@@ -394,9 +394,9 @@ class Exchange:
         return f"stage {stage} (rank {self.channel.axis.ranks[self._rank_of_stage[stage]]})"
 
     def _blame(self, message: Message) -> str:
-        """Say what a message was, with a place for what became of the peer."""
+        """Return a description of a message, with a placeholder for the state of the peer."""
         is_gradient = message.kind is MessageKind.GRADIENT
-        kind = MessageKind.GRADIENT if is_gradient else MessageKind.ACTIVATION  # a token announces those
+        kind = MessageKind.GRADIENT if is_gradient else MessageKind.ACTIVATION  # a token precedes those
         what = f"{kind} of microbatch {message.microbatch}"
         other = message.stage + 1 if is_gradient else message.stage - 1
         if message.destination == self.channel.rank:
@@ -405,7 +405,7 @@ class Exchange:
 
 
 def _wait_for(transfers: Iterable[Sent | Arriving]) -> None:
-    """Return when all of them have ended, one after the other."""
+    """Wait for transfers, one after the other."""
     for transfer in transfers:
         try:
             for work in transfer.works:
@@ -415,14 +415,14 @@ def _wait_for(transfers: Iterable[Sent | Arriving]) -> None:
 
 
 def _peer_error(error: RuntimeError, blame: Callable[[], str]) -> RuntimeError:
-    """Return an error that names the peer; `blame` has a place for what has become of it."""
+    """Return an error that names the peer; `blame` has a placeholder for its state."""
     words = str(error).lower()
-    is_late = "timed out" in words or "not come to" in words  # gloo's, and those of shared memory
+    is_late = "timed out" in words or "not come to" in words  # of gloo, and of shared memory
     return RuntimeError(blame().format("did not answer in time" if is_late else "is gone"))
 
 
 def _is_cut(shape: tuple[int, ...], axis: Axis) -> bool:
-    """Whether each rank of a tensor axis sends its part of a tensor only."""
+    """Return whether each rank of a tensor axis sends only its part of a tensor."""
     if not shape:
         return False
     if math.prod(shape) % axis.size == 0:
@@ -439,7 +439,7 @@ def _with_gradient(spec: PayloadSpec) -> list[TensorSpec]:
 
 
 def _checked_fixed(spec: PayloadSpec, fixed: PayloadSpec, stage: int) -> PayloadSpec:
-    """Return the spec that was fixed beforehand, if an output fits it."""
+    """Return the fixed spec; the spec of the output must fit it."""
     found = [(tensor.shape, tensor.dtype) for tensor in spec.tensors]
     if spec.structure != fixed.structure or found != [
         (tensor.shape, tensor.dtype) for tensor in fixed.tensors

@@ -1,8 +1,8 @@
-"""The executor: runs the steps of a lowered schedule, one after the other, whatever the schedule.
+"""Pipeline executor: runs the steps of a lowered schedule in order, for any schedule.
 
-A rank goes through its own list (see `schedules/_lowered.py`), which says where a message is begun and where
-it is waited for; nothing is decided here. Everything is freed with the backward (or the weight gradient) of
-its microbatch: of an output that has been sent only its place in the autograd graph is kept.
+A rank runs its own list of steps (see `schedules/_lowered.py`), which fixes where a message begins and where
+it is waited for; the executor decides nothing. Everything is freed with the backward (or the weight gradient)
+of its microbatch: only the place in the autograd graph of a sent output is kept.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -43,10 +43,10 @@ ComputeLoss = Callable[[Any, int], torch.Tensor]
 
 
 class LossCollection(Protocol):
-    """Where the forward of a stage leaves terms of the loss that are not in what it returns.
+    """Collection of the loss terms of stages that are not part of their outputs.
 
-    The sum goes with the activations, and comes to the criterion of the last stage with all terms in it. So
-    its gradient comes back as theirs do, with whatever factor the loss has, and each stage has its own terms.
+    The sum is sent with the activations, and reaches the criterion of the last stage with all terms in it.
+    Its gradient comes back with theirs, with the factor of the loss, so each stage differentiates its terms.
     """
 
     def run(self, forward: Callable[[], Any], carried: torch.Tensor | None) -> tuple[Any, torch.Tensor]:
@@ -54,10 +54,10 @@ class LossCollection(Protocol):
 
         Args:
             forward: Returns the output.
-            carried: The sum of the stages before; None on the first one.
+            carried: The sum over the stages before; None on the first one.
 
         Returns:
-            The output, and the sum, a number.
+            The output, and the sum, a scalar.
         """
 
 
@@ -71,11 +71,11 @@ _NAMES = {
 
 @dataclass(frozen=True)
 class PipelineResult:
-    """What a run gives.
+    """Outputs and losses of a run.
 
     Attributes:
-        outputs: On the rank of the last stage, what the model returned for each microbatch, if it was to be
-            kept; else None.
+        outputs: On the rank of the last stage, the model's output for each microbatch, if outputs are kept;
+            else None.
         losses: On the rank of the last stage, the loss of each microbatch, detached and without its factor;
             None on other ranks, or if no loss was computed.
     """
@@ -90,9 +90,9 @@ class _Live:
 
     Attributes:
         inputs: The leaves that get a gradient.
-        outputs: Where in the graph the backward starts; one place for each gradient that comes, None where it
-            is of no use.
-        pending: The weight gradients, once the input gradient is done.
+        outputs: The graph edges where the backward starts, one for each received gradient; None for an
+            unused one.
+        pending: The weight gradients, once the input gradient is computed.
     """
 
     inputs: list[torch.Tensor]
@@ -106,10 +106,10 @@ class _Lowered:
 
     Attributes:
         schedule: The schedule.
-        steps: What this rank does, in order.
-        callers: For each stage of this rank, what runs it.
-        pairs: All pairs of ranks that send each other something.
-        digest: Stands for the schedule.
+        steps: The steps of this rank, in order.
+        callers: For each stage of this rank, the function that runs it.
+        pairs: All pairs of ranks that exchange messages.
+        digest: Digest of the schedule.
     """
 
     schedule: Schedule
@@ -123,26 +123,26 @@ class PipelineExecutor:
     """Runs a schedule over the stages of a model.
 
     Args:
-        chunks: The stages of this rank, in ascending order; see `caller_of` for how they are called.
+        chunks: The stages of this rank, in ascending order; see `caller_of` for the calls.
         axis: The pipeline axis.
-        make_schedule: Gives the schedule for a number of microbatches; asked once for each number.
-        device: Where tensors are received.
-        tensor_shape: Shape of what every stage but the last returns (or shapes, of a tuple of tensors), if it
-            is always the same; shapes are exchanged otherwise.
-        dtype: The type that belongs to `tensor_shape`; torch's default type if not given.
+        make_schedule: Returns the schedule for a number of microbatches; called once for each number.
+        device: Device of the received tensors.
+        tensor_shape: Shape of the output of every stage but the last (or shapes, of a tuple of tensors), if
+            it is always the same; otherwise shapes are exchanged.
+        dtype: The dtype for `tensor_shape`. Default: torch's default dtype.
         scatter_axis: A tensor axis along which activations are the same: each of its ranks sends its part.
-        stage_context: Gives the context of every forward, for autocast. Default: none.
-        convert_activation: Converts what every stage but the last returns. Default: nothing is converted.
-        collection: Where stages leave terms of the loss, if some do; on all ranks, or on none. Shapes are
-            exchanged then.
+        stage_context: Returns the context of every forward, for autocast. Default: none.
+        convert_activation: Converts the output of every stage but the last. Default: no conversion.
+        collection: Collection of loss terms of the stages, given on all ranks or on none. With it, shapes
+            are exchanged.
         on_last_backward: Called with the index of a chunk before the last action that adds to its gradients.
 
     Attributes:
-        peak_live: For each chunk, the most microbatches that were between forward and last backward at a time
-            in the last run.
+        peak_live: For each chunk, the largest number of microbatches between forward and last backward in the
+            last run.
 
     Raises:
-        ValueError: The chunks are not as many as the schedule has stages on this rank (from `run`).
+        ValueError: The number of chunks differs from the schedule's stages on this rank (from `run`).
     """
 
     def __init__(
@@ -184,30 +184,30 @@ class PipelineExecutor:
         loss_factors: Sequence[float] | None = None,
         keep_outputs: bool = False,
     ) -> PipelineResult:
-        """Run all microbatches through the stages, and back; every rank of the axis calls it.
+        """Run all microbatches through the stages, and back; collective over the axis.
 
         Args:
-            microbatches: Their data, the same on all stages.
-            compute_loss: Gives the loss of an output and the number of its microbatch; called on the last
+            microbatches: Data of each microbatch, the same on all stages.
+            compute_loss: Returns the loss for an output and the index of its microbatch; called on the last
                 stage, outside of `stage_context`.
-            forward_only: Whether there is no backward.
-            loss_factors: What each microbatch's loss is multiplied by for the backward: its weight, times the
-                loss scale; 1 if not given.
+            forward_only: Whether to skip the backward.
+            loss_factors: Factor of each microbatch's loss in the backward: its weight times the loss scale.
+                Default: 1.
             keep_outputs: Whether the result has the outputs.
 
         Returns:
             Outputs and losses on the rank of the last stage.
 
         Raises:
-            ValueError: The chunks are not those of the schedule, or a stage returned what cannot be sent.
-            RuntimeError: Another rank is gone or too late; the message names it and what was waited for.
+            ValueError: The chunks do not fit the schedule, or the output of a stage cannot be sent.
+            RuntimeError: Another rank has left or is too late; the message names it and the missing message.
         """
         lowered = self._prepare(len(microbatches), forward_only)
         if not forward_only and compute_loss is None:
             raise ValueError("compute_loss is None: no loss, no backward; give one, or use forward_only=True")
         data = shape_digests(microbatches)
         common = digest((lowered.digest, not forward_only, tuple(data)))
-        self._channel.connect(lowered.pairs)  # all ranks, in one order; pairs that have met send nothing
+        self._channel.connect(lowered.pairs)  # all ranks, in one order; connected pairs send nothing
         exchange = Exchange(
             self._channel,
             rank_of_stage=lowered.schedule.rank_of_stage,
@@ -239,11 +239,11 @@ class PipelineExecutor:
                 except BaseException as error:
                     error.add_note(f"in {self._describe(step, lowered.schedule)}")
                     raise
-        exchange.finish()  # waits for the sends that no WAIT has shown to be over
+        exchange.finish()  # waits for the sends without a WAIT step that shows them complete
         return PipelineResult(_in_order(run.outputs), _in_order(run.losses))
 
     def _handlers(self, run: "_Run") -> dict[StepKind, Callable[[ScheduleStep], None]]:
-        """Return what carries out a step of each kind; a benchmark puts a clock around it."""
+        """Return the handler of each kind of step; a benchmark adds timers to them."""
         return run.handlers
 
     def _describe(self, step: ScheduleStep, schedule: Schedule) -> str:
@@ -296,25 +296,25 @@ class PipelineExecutor:
 
 
 class _Run:
-    """One run of a lowered schedule: what its steps do.
+    """One run of a lowered schedule, with a handler for each kind of step.
 
     Args:
         chunks: The stages of this rank.
-        lowered: What is run.
+        lowered: The lowered schedule.
         exchange: The messages.
         microbatches: See `PipelineExecutor.run`, as for the others.
-        compute_loss: Gives a loss.
-        loss_factors: What losses are multiplied by.
+        compute_loss: Returns a loss.
+        loss_factors: Factors of the losses.
         keep_outputs: Whether outputs are kept.
-        stage_context: Gives the context of every forward.
-        convert_activation: Converts what every stage but the last returns.
-        collection: Where stages leave terms of the loss.
+        stage_context: Returns the context of every forward.
+        convert_activation: Converts the output of every stage but the last.
+        collection: Collection of loss terms of the stages.
         on_last_backward: Called before the last action that adds to the gradients of a chunk.
 
     Attributes:
-        outputs: By microbatch, what the model returned.
+        outputs: By microbatch, the output of the model.
         losses: By microbatch, the loss.
-        peak_live: For each chunk, the most microbatches that lived at a time.
+        peak_live: For each chunk, the largest number of live microbatches.
     """
 
     def __init__(
@@ -344,11 +344,11 @@ class _Run:
         self._convert_activation = convert_activation
         self._collection = collection
         self._live: dict[int, dict[int, _Live]] = {stage: {} for stage in lowered.callers}
-        self._made: Any = None  # by a computation, for the step behind it, which sends or hands it on
+        self._made: Any = None  # result of a computation, for the next step, which sends it or hands it on
 
     @property
     def handlers(self) -> dict[StepKind, Callable[[ScheduleStep], None]]:
-        """What carries out a step of each kind."""
+        """The handler of each kind of step."""
         return {
             StepKind.FORWARD: self._forward,
             StepKind.BACKWARD: self._backward,
@@ -377,7 +377,7 @@ class _Run:
                     if tensor_spec.requires_grad
                 ]
             received = put_together(spec, tensors)
-            del tensors  # the leaves that get a gradient live until the backward, the others with the graph
+            del tensors  # leaves with a gradient live until the backward, the others as long as the graph
         with nullcontext() if self._stage_context is None else self._stage_context():
             if self._collection is None:
                 output = self._callers[stage](received, self._microbatches[microbatch])
@@ -400,25 +400,25 @@ class _Run:
             self.peak_live[chunk] = max(self.peak_live[chunk], len(self._live[stage]))
 
     def _finish_forward(self, output: Any, microbatch: int) -> list[GradientEdge | None]:
-        """Compute the loss on the last stage; return where the backward starts."""
+        """Compute the loss on the last stage; return the edges where the backward starts."""
         if self._keep_outputs:
             self.outputs[microbatch] = map_tensors(torch.Tensor.detach, output)
         if self._compute_loss is None:
             return []
         loss = self._compute_loss(output, microbatch)
-        # The mean of mse_loss is a number in a storage of all the squares, which a clone lets go.
+        # The mean of mse_loss is a view into a storage of all the squares; a clone frees it.
         self.losses[microbatch] = loss.detach().clone()
         if not torch.is_grad_enabled():
             return []
         return [get_gradient_edge(loss * self._loss_factors[microbatch]) if loss.requires_grad else None]
 
     def _pass_output_on(self, step: ScheduleStep) -> None:
-        """Send an output, or hand it to the next stage of this rank, and keep where its gradients enter."""
+        """Send an output, or hand it to the next stage of this rank, and keep its graph edges."""
         stage, microbatch = step.action.stage, step.action.microbatch
         spec, tensors = take_apart(self._made)
         self._made = None
         if step.message is not None:
-            # The exchange keeps the tensors until the send is over; here only their places in the graph stay.
+            # The exchange keeps the tensors until the send is complete; only their graph edges are kept here.
             spec = self._exchange.send_activation(step.message, spec, tensors)
         else:
             leaves = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
@@ -431,7 +431,7 @@ class _Run:
             self._live[stage][microbatch].outputs = edges
 
     def _backward(self, step: ScheduleStep) -> None:
-        # Inputs, graph and gradients of the microbatch are freed when this returns, but for what is sent.
+        # Inputs, graph and gradients of the microbatch are freed on return, except for sent tensors.
         live = self._live[step.action.stage].pop(step.action.microbatch)
         outputs, grads = self._useful(live, step)
         if outputs:
@@ -448,11 +448,11 @@ class _Run:
 
     def _weight_grad(self, step: ScheduleStep) -> None:
         live = self._live[step.action.stage].pop(step.action.microbatch)
-        assert live.pending is not None, "the input gradient comes first"
+        assert live.pending is not None, "the input gradient is computed first"
         live.pending.weight_grads()
 
     def _useful(self, live: _Live, step: ScheduleStep) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Return where gradients of use enter the graph of a microbatch, and the gradients."""
+        """Return the graph edges of a microbatch with a gradient to propagate, and the gradients."""
         stage, microbatch = step.action.stage, step.action.microbatch
         if stage == self._last_stage:
             grads: Sequence[torch.Tensor | None] = [torch.ones_like(self.losses[microbatch])]
@@ -475,7 +475,7 @@ class _Run:
         self._made = None
 
     def _begin_stage(self, step: ScheduleStep) -> None:
-        """Tell the next stage what the output depends on besides the data: the mode, what has a gradient."""
+        """Send the next stage a token of the mode and the parameters with a gradient, beyond the data."""
         chunk = self._chunks[self._chunk_of[step.action.stage]]
         has_grad = "".join(["01"[param.requires_grad] for param in chunk.parameters()])
         state = (chunk.training, has_grad) if torch.is_grad_enabled() else None

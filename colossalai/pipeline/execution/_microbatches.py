@@ -1,6 +1,6 @@
-"""Microbatches: a batch is cut along the dimension of its samples, which `batch_dim` names for each tensor.
+"""Microbatches: a batch cut along the dimension of its samples, which `batch_dim` names for each tensor.
 
-The outputs of microbatches are put together again by one rule, see `merge_outputs`.
+`merge_outputs` puts the outputs of microbatches together again.
 
 A batch is a tensor, or tuples, lists, dicts and dataclasses of tensors and other things. Without `batch_dim`
 every tensor with dimensions is cut along dim 0; see [Note: ambiguous guesses].
@@ -17,14 +17,14 @@ from colossalai.tensor import Node, nodes_of, parts_of, rebuilt, with_leaves
 
 BatchDim = int | Mapping[str, int | None]
 OUTPUT = "output"
-"""The name in `batch_dim` of what the model returns."""
+"""The name in `batch_dim` of the model's output."""
 _ROOT = "batch"
 _EQUAL_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype, torch.device)
 
 
 @dataclass(frozen=True, eq=False)
 class BatchTensor:
-    """A tensor of a batch, and how it is cut.
+    """A tensor of a batch, and its dimension of samples.
 
     Attributes:
         place: Its path in the batch, as `batch_dim` can name it.
@@ -74,22 +74,22 @@ def check_batch_dim(batch_dim: BatchDim | None) -> None:
 
 
 def output_dim_of(batch_dim: BatchDim | None, *, is_needed: bool) -> int:
-    """Return the dimension of the samples in what the model returns.
+    """Return the dimension of the samples in the model's output.
 
     Args:
         batch_dim: The argument.
-        is_needed: Whether outputs are put together.
+        is_needed: Whether outputs will be put together.
 
     Raises:
-        ValueError: Outputs are needed, inputs are cut along another dimension than 0, and the outputs have
-            no entry in `batch_dim`.
+        ValueError: `batch_dim` cuts inputs along another dimension than 0, outputs are needed, and it has no
+            entry for them.
     """
     if not isinstance(batch_dim, Mapping):
         return batch_dim or 0
     if is_needed and OUTPUT not in batch_dim and any(batch_dim.values()):
         raise ValueError(
             f"batch_dim is {dict(batch_dim)}, and outputs of microbatches are to be put together: name the "
-            f"dimension of their samples, too, with an entry {OUTPUT!r}; or ask for no outputs "
+            f"dimension of their samples, too, with an entry {OUTPUT!r}; or turn outputs off "
             "(return_output_label=False, return_outputs=False)"
         )
     return batch_dim.get(OUTPUT) or 0
@@ -99,7 +99,7 @@ def num_samples_in(batch: Any, batch_dim: BatchDim | None = None) -> int:
     """Return the number of samples of a batch.
 
     Raises:
-        ValueError: `batch` has no tensor that could be cut, its tensors differ in their number of samples, or
+        ValueError: `batch` has no tensor that can be cut, its tensors differ in their number of samples, or
             `batch_dim` does not fit it.
     """
     return _num_samples(batch, _tensors_in(nodes_of(batch), batch_dim))
@@ -109,13 +109,13 @@ def split_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim | None = 
     """Cut a batch into microbatches of equal size; the last one may be smaller.
 
     Args:
-        batch: A tensor, or nested tuples, lists and dicts; what is no tensor, or a tensor without dimensions,
-            goes to every microbatch.
+        batch: A tensor, or nested tuples, lists and dicts; other objects, and tensors without dimensions, go
+            to every microbatch.
         num_microbatches: The most parts; they have ceil(samples / num_microbatches) samples.
         batch_dim: The dimension of the samples, or a mapping; see `PipelineOptions`.
 
     Returns:
-        The microbatches; fewer than asked for if so many are enough to hold all samples.
+        The microbatches; fewer than `num_microbatches` if fewer hold all samples.
 
     Raises:
         ValueError: `num_microbatches` is below 1 or exceeds the samples of `batch`, its tensors differ in
@@ -157,22 +157,22 @@ def cut_batch(batch: Any, num_microbatches: int, batch_dim: BatchDim | None = No
 def microbatch_weights(microbatches: Sequence[Any]) -> list[float]:
     """Return the share of each microbatch in the samples of all.
 
-    With them, means over the microbatches add up to the mean over the batch.
+    Weighted with these, means over the microbatches add up to the mean over the batch.
     """
     sizes = [num_samples_in(microbatch) for microbatch in microbatches]
     return [size / sum(sizes) for size in sizes]
 
 
 class RepeatedTensors:
-    """Looks in the first batches for tensors that are cut by a guess, and seem to be about the whole batch.
+    """Search of the first batches for tensors that are cut by a guess, and seem to be about the whole batch.
 
     [Note: ambiguous guesses]
-    The extents do not tell a table from samples: every tensor of a batch that is accepted has one entry for
-    each sample. Its values do. A table (class weights, a similarity matrix) is the same in every batch,
+    The extents do not distinguish a table from samples: every tensor of an accepted batch has one entry for
+    each sample. The values do. A table (class weights, a similarity matrix) is the same in every batch,
     while samples and labels change. So a tensor is reported if it had the same values in four batches, each
     of which differed from the one before in another tensor. A loop over one fixed batch reports nothing, nor
-    do masks and positions whose rows are all equal, which come out right either way. Comparing ends as soon
-    as every tensor has changed, in the second batch as a rule: until then the batch before is kept.
+    do masks and positions whose rows are all equal, which are right either way. The comparison ends as soon
+    as every tensor has changed, usually in the second batch; until then the previous batch is kept.
     """
 
     _NUM_CHANGES, _NUM_BATCHES = 3, 16
@@ -184,11 +184,11 @@ class RepeatedTensors:
         self._num_left = self._NUM_BATCHES
 
     def see(self, tensors: Sequence[BatchTensor]) -> list[BatchTensor]:
-        """Take the tensors of a batch; return those to report, once."""
+        """Compare the tensors of a batch with the previous ones; return those to report, once."""
         if self._num_left == 0:
             return []
         self._num_left -= 1
-        once = {id(each.tensor): each for each in reversed(tensors)}  # data can be the label, too
+        once = {id(each.tensor): each for each in reversed(tensors)}  # a tensor can be both data and label
         guessed = {each.place: each for each in once.values() if each.is_guess and each.dim is not None}
         if self._suspects is None:
             self._suspects = set(guessed)
@@ -209,7 +209,7 @@ class RepeatedTensors:
         if place not in self._earlier:
             return False
         earlier, version = self._earlier[place]
-        if _version_of(earlier) != version:  # a buffer that has been filled anew
+        if _version_of(earlier) != version:  # a buffer that has been written to since
             return False
         is_alike = (earlier.dtype, earlier.device) == (tensor.dtype, tensor.device)
         return earlier is tensor or (is_alike and torch.equal(earlier, tensor))
@@ -225,14 +225,14 @@ def _tensors_in(nodes: Sequence[Node], batch_dim: BatchDim | None) -> list[Batch
     default = batch_dim if isinstance(batch_dim, int) else None
     found: list[BatchTensor] = []
     known: dict[str, None] = {}
-    seen: dict[tuple[str, ...], tuple[str, str | None]] = {}  # path, and the key of `batch_dim` in force
+    seen: dict[tuple[str, ...], tuple[str, str | None]] = {}  # path, and the key of `batch_dim` that applies
     for steps, value, _ in nodes:
         place = name = _ROOT
         setting = None
         if steps:
             outer, setting = seen[steps[:-1]]
             step = steps[-1]
-            place = f"{outer}{step}".removeprefix(f"{_ROOT}.")  # data and label of a batch are called so
+            place = f"{outer}{step}".removeprefix(f"{_ROOT}.")  # "data" and "label", without the root
             name = step[1:] if step[0] == "." else step[2:-2] if step[1] in "'\"" else place
         setting = place if place in named else name if name in named else setting
         seen[steps] = place, setting
@@ -240,13 +240,13 @@ def _tensors_in(nodes: Sequence[Node], batch_dim: BatchDim | None) -> list[Batch
         if not isinstance(value, torch.Tensor):
             continue
         dim = named[setting] if setting is not None else default or 0
-        if value.ndim == 0 and setting not in (place, name):  # a number; what is around it has a dimension
+        if value.ndim == 0 and setting not in (place, name):  # a scalar in a container with a dimension
             dim = None
         if dim is not None and dim >= value.ndim:
             raise ValueError(
                 f"batch_dim is {dim} for {place}, a tensor of shape {tuple(value.shape)}, which has no such "
-                f"dimension: pass batch_dim={{{name!r}: ...}} with one that it has, or with None if every "
-                "microbatch is to get it whole"
+                f"dimension: pass batch_dim={{{name!r}: ...}} with one of its dimensions, or with None if "
+                "every microbatch is to get it whole"
             )
         found.append(BatchTensor(place, name, value, dim, default is None and setting is None))
     for unknown in named.keys() - known.keys() - {OUTPUT}:
@@ -292,9 +292,9 @@ def _sliced(nodes: Sequence[Node], tensors: Sequence[BatchTensor], rows: slice) 
 def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], dim: int = 0) -> Any:
     """Put the outputs of microbatches together.
 
-    - Tensors whose rows belong to samples, so many for each, are concatenated along `dim`.
-    - Floating tensors with one value otherwise, and floats, are means over samples: they are averaged.
-    - What is the same for all microbatches stays: constants, and tensors that are equal.
+    - Tensors with the same number of rows for each sample are concatenated along `dim`.
+    - Other floating tensors with one value, and floats, are means over samples: they are averaged.
+    - Constants and tensors that are equal in all microbatches are returned unchanged.
 
     Args:
         outputs: Nested values of one structure.
@@ -302,7 +302,7 @@ def merge_outputs(outputs: Sequence[Any], weights: Sequence[float], dim: int = 0
         dim: The dimension of the samples.
 
     Raises:
-        ValueError: A value in `outputs` is of no kind above.
+        ValueError: `outputs` have a value of another kind.
     """
     return _merge(list(outputs), weights, dim, "output")
 
@@ -341,7 +341,7 @@ def _merge_tensors(
 ) -> torch.Tensor:
     first = tensors[0]
     if all(tensor.ndim > dim for tensor in tensors):
-        rows_each = first.shape[dim] / sizes[0]  # for a sample
+        rows_each = first.shape[dim] / sizes[0]  # per sample
         whole = abs(rows_each - round(rows_each)) < 1e-6
         fit = (
             round(rows_each * size) == tensor.shape[dim] for tensor, size in zip(tensors, sizes, strict=True)
@@ -361,6 +361,6 @@ def _refuse(place: str, what: str) -> NoReturn:
     raise ValueError(
         f"the outputs of microbatches cannot be put together: {place} {what}, and differs between "
         "microbatches. Return tensors with a row (or several) for each sample, floating numbers that are "
-        "means over the samples, or what is the same for all of them; or ask for no outputs "
+        "means over the samples, or equal values for all of them; or turn outputs off "
         "(return_output_label=False, return_outputs=False)"
     )

@@ -1,6 +1,6 @@
-"""Payloads between stages: tensors in tuples, lists and dicts, taken apart into a spec and a list of tensors.
+"""Payloads between stages: nested values of tensors, flattened into a spec and a list of tensors.
 
-A dataclass is not sent, since its class would have to be sent.
+Dataclasses are not sent: the receiver would need their class.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ _SENT_CONSTANTS = (bool, int, float, str, torch.dtype, type(None))
 
 @dataclass(frozen=True, slots=True)
 class TensorSlot:
-    """Where a tensor stands in a nested value."""
+    """Placeholder of a tensor in a nested value."""
 
     index: int
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """What the receiver has to know of a tensor; a gradient comes back if it requires one."""
+    """Shape and dtype of a tensor, and whether a gradient is sent back for it."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,17 +49,17 @@ class PayloadSpec:
         return ", ".join(str(tensor) for tensor in self.tensors) or "no tensor"
 
     def encode(self) -> torch.Tensor:
-        """Return it as bytes."""
+        """Return the spec as a uint8 tensor."""
         told = _CODEC.encode((_as_told(self.structure), self.tensors))
         return torch.frombuffer(bytearray(told), dtype=torch.uint8)
 
     @staticmethod
     def decode(encoded: torch.Tensor) -> "PayloadSpec":
-        """Return the spec that `encode` made bytes of.
+        """Return the spec from the result of `encode`.
 
         Raises:
-            ValueError: `encoded` is not what `encode` returns, or names a container class that is not known
-                here.
+            ValueError: `encoded` is not a result of `encode`, or names a container class that this process
+                has not imported.
         """
         structure, tensors = _CODEC.decode(encoded.cpu().numpy().tobytes())
         return PayloadSpec(_as_was(structure), tensors)
@@ -67,7 +67,7 @@ class PayloadSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Made:
-    """A container of another class than tuple, list and dict, as it is told to other ranks."""
+    """A container of another class than tuple, list and dict, in its encoded form."""
 
     module: str
     name: str
@@ -79,7 +79,7 @@ _CODEC = PlainCodec(TensorSlot, TensorSpec, _Made)
 
 
 def _as_told(value: Any) -> Any:
-    """Return a structure in which a container is a tuple, a list or a dict, or says of what class it is."""
+    """Return a structure of tuples, lists and dicts, with other containers as `_Made`."""
     if isinstance(value, Mapping):
         parts = {key: _as_told(part) for key, part in value.items()}
         return parts if type(value) is dict else _made(value, tuple(parts.items()))
@@ -96,10 +96,10 @@ def _made(value: Any, parts: tuple[Any, ...]) -> _Made:
 
 
 def _as_was(value: Any) -> Any:
-    """Return the structure that `_as_told` took apart.
+    """Return the structure from the result of `_as_told`.
 
-    A class is looked for among those that this program has imported, and must be a container: to make one
-    runs nothing but its own constructor.
+    A class is looked up only among the modules that this process has imported, and must be a container, so
+    decoding runs no code but its constructor.
     """
     if isinstance(value, dict):
         return {key: _as_was(part) for key, part in value.items()}
@@ -113,9 +113,7 @@ def _as_was(value: Any) -> Any:
     for name in value.name.split("."):
         kind = vars(kind).get(name) if isinstance(kind, ModuleType | type) else None
     if not isinstance(kind, type) or not issubclass(kind, dict | UserDict | tuple | list):
-        raise ValueError(
-            f"a stage sent a {value.module}.{value.name}, which is no container that is known here"
-        )
+        raise ValueError(f"a stage sent a {value.module}.{value.name}, which is not a known container")
     parts = tuple(_as_was(part) for part in value.parts)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*parts)
@@ -151,7 +149,7 @@ def take_apart(value: Any) -> tuple[PayloadSpec, list[torch.Tensor]]:
 
 
 def put_together(spec: PayloadSpec, tensors: Sequence[torch.Tensor]) -> Any:
-    """Return the nested value that `take_apart` took apart."""
+    """Return the nested value from the result of `take_apart`."""
     if isinstance(spec.structure, TensorSlot):
         return tensors[spec.structure.index]
     return map_leaves(
@@ -170,7 +168,7 @@ def fixed_spec(shapes: Sequence[int] | Sequence[Sequence[int]], dtype: torch.dty
 
 
 def shape_digests(microbatches: Sequence[Any]) -> list[int]:
-    """Return for each microbatch a number that follows from its structure, shapes, types and constants."""
+    """Return for each microbatch a digest of its structure, shapes, dtypes and constants."""
     numbers: dict[str, int] = {}
     found = []
     for data in microbatches:
@@ -192,7 +190,7 @@ def _described(leaf: Any) -> Any:
 
 
 def digest(value: Any) -> int:
-    """Return a number of 63 bits that is the same on every rank wherever `repr(value)` is the same."""
+    """Return a 63-bit number, the same on every rank for the same `repr(value)`."""
     return _number_of(repr(value))
 
 

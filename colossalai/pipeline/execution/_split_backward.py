@@ -1,28 +1,28 @@
-"""The backward of a stage in two parts: the gradient of its input, then those of its parameters.
+"""The backward of a stage in two parts: the gradient of its input, then the gradients of its parameters.
 
-The stage before waits for the first one only (zero-bubble schedules, 2401.10241). Together the two parts do
-the work of a plain backward, once.
+Only the first part is on the critical path of the stage before (zero-bubble schedules, 2401.10241). Together
+the two parts do the work of a plain backward, once.
 
 [Note: where a backward is cut]
-Call a node of the autograd graph *inner* if the stage's input can be reached from it. The first part runs the
-inner nodes, and the engine leaves out what only parameters need: a linear layer computes the gradient of its
-input and not that of its weight. Left over is, for every inner node, the edges to nodes that are not inner:
-its *branches*, which end in parameters. The gradient that arrived at the node is kept, and the second part
-runs the node again from there, for its branches only. Four things make a difference:
+A node of the autograd graph is *inner* if the stage's input can be reached from it. The first part runs the
+inner nodes, and the engine skips gradients that only parameters need: a linear layer computes the gradient of
+its input and skips that of its weight. The edges from an inner node to nodes that are not inner are its
+*branches*; they end in parameters. The gradient that arrived at the node is kept, and the second part runs
+the node again with it, for its branches only. There are four special cases:
 
-- A branch that two nodes share (a tied bias) would be reached twice, the second time on the way through the
-  inner nodes below. Its gradient is captured in the first part, where the engine sums it.
-- A branch may start in the middle of another one (a tied weight, once plain and once behind its transpose).
-  What is captured there would contain what came through the other. Then all the parameters that such branches
-  end in get their gradients in the first part.
-- What a branch leads to may be shared further on (a weight behind two transposes). Then the gradients
-  of the branches are collected, and one backward from all of them ends the second part: the engine sums.
+- A branch that two nodes share (a tied bias) would be reached twice, the second time through the inner nodes
+  below. Its gradient is captured in the first part, where the engine sums it.
+- A branch can start in the middle of another one (a tied weight, once plain and once behind its transpose).
+  A gradient captured there would contain the gradient from the other branch. Then all the parameters at the
+  ends of such branches get their gradients in the first part.
+- A node further down a branch can be shared (a weight behind two transposes). Then the gradients of the
+  branches are collected, and one backward from all of them ends the second part: the engine sums.
 - A Python function computes all its gradients whenever it runs, and may communicate; a node whose saved
   tensors are recomputed (activation checkpointing) would recompute them again. Both run in the first part
   only, and their branches are captured there.
 
-Only the second part touches `.grad` of parameters. Where a captured parameter has a gradient hook of the
-user's, which would run at the capture and again at the end, the second part is a whole backward instead.
+Only the second part writes to `.grad` of parameters. If a captured parameter has a gradient hook of the
+user, which would run at the capture and again at the end, the second part is a whole backward instead.
 """
 
 from collections import defaultdict
@@ -44,15 +44,15 @@ class _Late:
 
     node: Node
     branches: list[GradientEdge]
-    leaves: list[torch.Tensor] | None  # the parameters at the ends, if nothing else leads to them
+    leaves: list[torch.Tensor] | None  # the parameters at the ends, if no other path leads to them
     arrived: Gradients = ()
 
     def keep(self, arrived: Gradients) -> None:
-        """Keep what arrives at the node: its hook in the first part."""
+        """Keep the gradients that arrive at the node; its hook in the first part."""
         self.arrived = arrived
 
     def arriving(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """Return where gradients arrived at the node, and the gradients."""
+        """Return the edges at which gradients arrived at the node, and the gradients."""
         found = [
             (GradientEdge(self.node, i), grad) for i, grad in enumerate(self.arrived) if grad is not None
         ]
@@ -61,14 +61,14 @@ class _Late:
 
 @dataclass
 class PendingBackward:
-    """What is left of a backward; made by `input_grads`.
+    """The remaining part of a backward; made by `input_grads`.
 
     Attributes:
-        edges: Where the gradients of parameters continue from.
-        grads: The gradients there; None where nothing arrived.
-        late: Nodes that have to run for their branches.
+        edges: The edges from which the gradients of parameters continue.
+        grads: The gradients there; None if none arrived.
+        late: Nodes to run for their branches.
         leaves: The parameters that get gradients; None: all that can be reached.
-        owners: What keeps the graph alive: a node of a Python function lives only as long as its graph.
+        owners: Edges that keep the graph alive: a node of a Python function lives only as long as its graph.
     """
 
     edges: list[GradientEdge] = field(default_factory=list)
@@ -78,7 +78,7 @@ class PendingBackward:
     owners: list[GradientEdge] = field(default_factory=list)
 
     def weight_grads(self) -> None:
-        """Add the gradients of the parameters to their `.grad`, and let go of the graph; once."""
+        """Add the gradients of the parameters to their `.grad`, and free the graph; call it once."""
         edges, grads = list(self.edges), list(self.grads)
         while self.late:
             late = self.late.pop()
@@ -106,9 +106,9 @@ def input_grads(
     """Compute the gradients of the inputs; leave those of the parameters for later.
 
     Args:
-        outputs: What the stage returned; a gradient edge stands for its tensor, which need not be kept.
+        outputs: The outputs of the stage; a gradient edge replaces a tensor that need not be kept.
         grads: Their gradients.
-        inputs: The leaves whose gradients are wanted now; with none of them, all is left for later.
+        inputs: The leaves whose gradients are computed now; without leaves, everything is left for later.
 
     Returns:
         The gradients of the inputs (None where an input was not used), and the rest of the backward.
@@ -118,7 +118,7 @@ def input_grads(
         return (), PendingBackward(edges, [*grads])
     graph = _Graph([edge.node for edge in edges], [get_gradient_edge(leaf).node for leaf in inputs])
     early, late = graph.cut()
-    if any(_has_hooks(edge.node) for edge in early):  # a captured gradient would meet the hook twice
+    if any(_has_hooks(edge.node) for edge in early):  # the hook would see a captured gradient twice
         found = torch.autograd.grad(edges, inputs, grads, retain_graph=True, allow_unused=True)
         return found, PendingBackward(edges, [*grads], leaves=graph.parameters())
     inner = [(edge, grad) for edge, grad in zip(edges, grads, strict=True) if edge.node in graph.inner]
@@ -189,7 +189,7 @@ class _Graph:
         return list(dict.fromkeys(edge for edge in edges if edge.node not in self.inner))
 
     def _tangled(self) -> list[GradientEdge]:
-        """Return the leaves of branches that start in the middle of others, and of all that share a leaf."""
+        """Return the leaves of branches that start inside other branches, and of all that share a leaf."""
         starts = {edge.node for node in self.inner for edge in self._branches(node)}
         found: set[Node] = set()
         for start in starts:
@@ -209,7 +209,7 @@ class _Graph:
         return {node for node in seen if _leaf_of(node) is not None}
 
     def _private_leaves(self, branches: Sequence[GradientEdge]) -> list[torch.Tensor] | None:
-        """Return the parameters that branches end in; None if some of it can be reached in another way."""
+        """Return the parameters at the ends of branches; None if another path leads to a part of them."""
         leaves, stack = [], [edge.node for edge in branches]
         while stack:
             node = stack.pop()
@@ -237,7 +237,7 @@ class _Graph:
 
 
 def _runs_once(node: Node) -> bool:
-    """Whether a node must not run a second time: a Python function, or one that would recompute."""
+    """Return whether a node must not run again: it is a Python function, or would recompute."""
     if isinstance(node, BackwardCFunction):
         return True
     for name in _saved_names(type(node)):
@@ -255,11 +255,11 @@ def _saved_names(kind: type) -> tuple[str, ...]:
 
 
 def _leaf_of(node: Node) -> torch.Tensor | None:
-    """Return the tensor that a node accumulates into, if that is what it does."""
+    """Return the tensor that a node accumulates into; None for other nodes."""
     return getattr(node, "variable", None)
 
 
 def _has_hooks(node: Node) -> bool:
-    """Whether the user has put a hook on the gradient of a leaf."""
+    """Return whether the user has registered a hook on the gradient of a leaf."""
     leaf = _leaf_of(node)
     return leaf is not None and bool(leaf._backward_hooks)

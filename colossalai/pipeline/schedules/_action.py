@@ -1,7 +1,7 @@
-"""What a pipeline schedule is: for every rank, the list of what it computes, in order. A value, no process.
+"""Pipeline schedules: for every rank, the list of its computations in order, as a value without a process.
 
 A stage is a part of the model; stage 0 sees the data, the last one the labels. A rank holds one stage or
-several (chunks). Sends and receives are not in the list: they follow from it.
+several (chunks). Sends and receives are not in the list: they are derived from it.
 """
 
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 
 class Op(StrEnum):
-    """What a rank computes for a stage and a microbatch; the letters are those of torch's schedules."""
+    """The computation of a rank for a stage and a microbatch; the letters are those of torch's schedules."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the whole backward: input gradient and weight gradients at once
-    INPUT_GRAD = "I"  # only the gradient of the stage's input, which the stage before waits for
-    WEIGHT_GRAD = "W"  # only the gradients of the stage's parameters, for which nobody waits
+    INPUT_GRAD = "I"  # only the gradient of the stage's input, for which the stage before waits
+    WEIGHT_GRAD = "W"  # only the gradients of the stage's parameters, for which no rank waits
 
-    __hash__ = str.__hash__  # an enum's own is written in Python: a search for plans looks up millions
+    __hash__ = str.__hash__  # Enum.__hash__ is written in Python: a search for plans looks up millions
 
 
 class Action(NamedTuple):
@@ -33,10 +33,10 @@ class Action(NamedTuple):
 
 @dataclass(frozen=True)
 class Schedule:
-    """Who computes what, in which order.
+    """The computations of every rank, in order.
 
     Attributes:
-        name: For tables and messages.
+        name: Name in tables and messages.
         num_microbatches: Number of microbatches of a batch.
         rank_of_stage: For each stage, the pipeline rank that holds it.
         actions: For each pipeline rank, its actions in the order in which it runs them.

@@ -1,8 +1,8 @@
-"""Schedules as CSV files, to be written by hand or by a program: a row for each rank, a cell for each action.
+"""Schedules as CSV files, written by hand or by a program: a row for each rank, a cell for each action.
 
 A cell is the stage, a letter (F, B, I or W; see `Op`) and the microbatch, as in `0F0`; torch's compute-only
-files look the same. Empty cells are bubbles, for the reader's eye: what a rank runs is the order of its
-cells. Which rank holds a stage follows from the row in which it stands.
+files have the same format. Empty cells only show bubbles: a rank runs its cells in order. The row of a stage
+determines its rank.
 """
 
 import csv
@@ -18,13 +18,13 @@ _COLUMNS = Costs(forward=1, backward=2)  # a whole backward takes two columns, e
 
 
 def read_schedule(path: str | Path) -> Schedule:
-    """Read a schedule from a CSV file; its name is that of the file, without the ending.
+    """Read a schedule from a CSV file; its name is the file's, without the extension.
 
-    What is read may still be a schedule that no executor could run: `validate` says so.
+    The schedule is not validated; see `validate`.
 
     Raises:
-        ScheduleError: A cell is no action, or the stages do not follow from the rows; the message names row
-            and column, both from 1.
+        ScheduleError: `path` has a cell that is not an action, or rows that do not determine the stages; the
+            message names row and column, both from 1.
         OSError: The file cannot be read.
     """
     path = Path(path)
@@ -40,7 +40,7 @@ def read_schedule(path: str | Path) -> Schedule:
 
 
 def write_schedule(schedule: Schedule, path: str | Path) -> None:
-    """Write a schedule as a CSV file that `read_schedule` reads; actions of one time are in one column.
+    """Write a schedule as a CSV file for `read_schedule`; simultaneous actions are in one column.
 
     Raises:
         ScheduleError: The schedule cannot be run.
@@ -64,8 +64,8 @@ def _read_row(path: Path, number: int, row: list[str]) -> tuple[Action, ...]:
         match = _CELL.fullmatch(cell)
         if match is None:
             raise ScheduleError(
-                f"{path}, row {number}, column {column}: {cell!r} is no action; write the stage, one of F, "
-                "B, I, W, and the microbatch, as in 0F0"
+                f"{path}, row {number}, column {column}: {cell!r} is not an action; write the stage, one of "
+                "F, B, I, W, and the microbatch, as in 0F0"
             )
         actions.append(Action(Op(match[2]), int(match[1]), int(match[3])))
     if not actions:
@@ -76,7 +76,7 @@ def _read_row(path: Path, number: int, row: list[str]) -> tuple[Action, ...]:
 
 
 def _placement(path: Path, actions: tuple[tuple[Action, ...], ...]) -> tuple[int, ...]:
-    """Return the rank of each stage, from the rows in which the stages stand."""
+    """Return the rank of each stage, from the rows of the stages."""
     holders: dict[int, int] = {}
     for rank, row in enumerate(actions):
         for action in row:

@@ -1,4 +1,4 @@
-"""The schedules by name, and the two plain ones.
+"""Generators of the named schedules: GPipe, 1F1B, interleaved, ZB-H1 and ZB-V.
 
 With p ranks and m microbatches, GPipe (Huang et al., 1811.06965) and 1F1B (Narayanan et al.,
 "Memory-Efficient Pipeline-Parallel DNN Training", 2006.09503) idle for the same (p-1)/m of
@@ -15,7 +15,7 @@ from colossalai.pipeline.schedules._validate import needed_by
 
 
 def alternate(forwards: Sequence[Action], backwards: Sequence[Action], num_first: int) -> tuple[Action, ...]:
-    """Return the actions of a rank: `num_first` forwards, then by turns, then the backwards that are left."""
+    """Return the actions of a rank: `num_first` forwards, then by turns, then the remaining backwards."""
     num_first = min(num_first, len(forwards))
     actions = list(forwards[:num_first])
     for forward, backward in zip(forwards[num_first:], backwards, strict=False):
@@ -44,9 +44,9 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
 
     The microbatches go through the chunks in groups: a whole group through one chunk, then through the next.
     A group has at least as many microbatches as there are ranks, so that its first one has reached the last
-    rank when its last one leaves the first. Where the number of microbatches is a multiple of that of ranks,
-    every group has one for each rank (the published schedule); where not, groups are as even as they can be,
-    the larger ones first, and the bubble is still the published one.
+    rank when its last one leaves the first. If the number of ranks divides the number of microbatches, every
+    group has one for each rank (the published schedule); otherwise groups are as even as possible, the larger
+    ones first, and the bubble is still the published one.
 
     Raises:
         ValueError: `num_ranks`, `num_microbatches` or `num_chunks` is below 1.
@@ -58,7 +58,7 @@ def interleaved(num_ranks: int, num_microbatches: int, num_chunks: int) -> Sched
         stages = [chunk * num_ranks + rank for chunk in range(num_chunks)]
         num_first = 2 * (num_ranks - rank - 1) + (num_chunks - 1) * len(groups[0])
         if num_chunks == 1:
-            num_first = num_ranks - rank - 1  # twice as many serve the chunks behind, of which there are none
+            num_first = num_ranks - rank - 1  # twice as many would serve the later chunks, and there are none
         forwards = _through(groups, Op.FORWARD, stages)
         actions.append(alternate(forwards, _through(groups, Op.BACKWARD, stages[::-1]), num_first))
     return Schedule("interleaved", num_microbatches, tuple(range(num_ranks)) * num_chunks, tuple(actions))
@@ -77,7 +77,7 @@ def _through(groups: Iterable[range], op: Op, stages: Sequence[int]) -> list[Act
 
 
 def zb_h1(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return the ZB-H1 schedule: 1F1B with split backwards, and no more memory.
+    """Return the ZB-H1 schedule: 1F1B with split backwards, within the memory of 1F1B.
 
     Raises:
         ValueError: `num_ranks` or `num_microbatches` is below 1.
@@ -112,11 +112,11 @@ def zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
 def _v_order(num_ranks: int, num_microbatches: int, rank: int) -> tuple[Action, ...]:
     """Return forwards and input gradients of a rank.
 
-    Let every action take one unit. The first microbatch is on the rank at time `rank`, comes back after
-    2 (p - rank) - 1 units, and its gradient is there after 2 rank + 1 more. The units until it comes back are
-    filled with forwards of its first stage (`down`), those until the gradient by turns with both stages; 2p
-    are live then, which is all that is allowed. The first gradients are all of the stage on the way back
-    (`up`), and go on with a forward of that stage each; those of `down` come p - rank microbatches later.
+    Every action takes one unit. The first microbatch reaches the rank at time `rank`, comes back after
+    2 (p - rank) - 1 units, and its gradient arrives after 2 rank + 1 more. The units until it comes back are
+    filled with forwards of the rank's first stage (`down`), the units until the gradient with both stages by
+    turns; then 2p are live, the limit. The first gradients all belong to the returning stage (`up`),
+    each followed by a forward of that stage; the gradients of `down` follow p - rank microbatches later.
     From then on, both stages take turns.
     """
     down, up = rank, 2 * num_ranks - 1 - rank
@@ -129,13 +129,13 @@ def _v_order(num_ranks: int, num_microbatches: int, rank: int) -> tuple[Action, 
 
 
 def _numbered(op: Op, stages: Sequence[int]) -> list[Action]:
-    """Give the actions of each stage the microbatches in order, from 0."""
+    """Return actions that number the microbatches of each stage from 0."""
     microbatches = {stage: count() for stage in stages}
     return [Action(op, stage, next(microbatches[stage])) for stage in stages]
 
 
 class _Rank:
-    """A rank on its way through its order, with the weight gradients that it has put off."""
+    """A rank in a simulation of its order, with its deferred weight gradients."""
 
     def __init__(self, order: Sequence[Action], max_live: int) -> None:
         self._left = deque(order)
@@ -146,11 +146,11 @@ class _Rank:
 
     @property
     def has_ended(self) -> bool:
-        """Whether all is done."""
+        """Whether all actions have run."""
         return not self._left and not self._put_off
 
     def choose(self, done: set[Action], num_stages: int) -> Action | None:
-        """Return what to do now: the next action if it can start, else a weight gradient, if there is one."""
+        """Return the next action if it can start, else a deferred weight gradient, else None."""
         if self._left and done.issuperset(needed_by(self._left[0], num_stages)):
             is_full = self._left[0].op is Op.FORWARD and self._num_live == self._max_live
             if not is_full:
@@ -158,7 +158,7 @@ class _Rank:
         return self._put_off[0] if self._put_off else None
 
     def run(self, action: Action) -> None:
-        """Record an action that was chosen."""
+        """Record a chosen action."""
         (self._put_off if action.op is Op.WEIGHT_GRAD else self._left).popleft()
         if action.op is Op.INPUT_GRAD:
             self._put_off.append(Action(Op.WEIGHT_GRAD, action.stage, action.microbatch))
@@ -169,7 +169,7 @@ class _Rank:
 def _add_weight_grads(
     orders: Sequence[Sequence[Action]], *, num_stages: int, max_live: int
 ) -> tuple[tuple[Action, ...], ...]:
-    """Run all ranks unit by unit, and put weight gradients where there is room or need."""
+    """Run all ranks unit by unit, and insert weight gradients into idle units or where memory is full."""
     ranks = [_Rank(order, max_live) for order in orders]
     done: set[Action] = set()
     while not all(rank.has_ended for rank in ranks):
@@ -183,9 +183,9 @@ def _add_weight_grads(
 
 
 def _join_on_first_stage(actions: Sequence[Action]) -> tuple[Action, ...]:
-    """Make I and W of stage 0 one whole backward where they follow each other.
+    """Merge adjacent I and W of stage 0 into one whole backward.
 
-    It takes as long, nobody waits for its input gradient, and a backward in one piece is cheaper to run.
+    It takes as long, no rank waits for its input gradient, and a whole backward is cheaper to run.
     """
     joined: list[Action] = []
     for action in actions:
@@ -207,7 +207,7 @@ def gpipe(num_ranks: int, num_microbatches: int) -> Schedule:
 
 
 def one_f_one_b(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Return the 1F1B schedule: a backward as soon as there is one, then a forward and a backward by turns.
+    """Return the 1F1B schedule: a backward as soon as possible, then a forward and a backward by turns.
 
     Raises:
         ValueError: `num_ranks` or `num_microbatches` is below 1.
@@ -232,7 +232,7 @@ def make_schedule(
         name: "gpipe", "1f1b", "interleaved", "zb-h1" or "zb-v".
         num_ranks: Number of pipeline ranks.
         num_microbatches: Number of microbatches of a batch.
-        num_chunks: Number of stages on a rank; None: what the schedule has, and two for "interleaved".
+        num_chunks: Number of stages on a rank; None: the schedule's own number, two for "interleaved".
 
     Raises:
         ValueError: `name` is unknown, the schedule has another number of chunks, or a number is below 1.
@@ -254,7 +254,7 @@ def make_schedule(
 def forward_only(schedule: Schedule) -> Schedule:
     """Return the forwards of a schedule in their order, for evaluation.
 
-    Without backwards there is less to wait for: a schedule that ends still ends.
+    Forwards alone have fewer dependencies, so a schedule without deadlock stays without one.
     """
     actions = tuple(
         tuple(action for action in actions if action.op is Op.FORWARD) for actions in schedule.actions

@@ -1,16 +1,15 @@
-"""Lowering: from a schedule to the flat list of steps that a rank runs, sends and receives among them.
+"""Lowering of a schedule to the flat list of steps of a rank, sends and receives among them.
 
-A schedule says what is computed. Everything else that a rank does follows from it and from which rank holds
-which stage, whatever the model: which message is begun where, how far ahead a receive is posted, when the
-memory of a send is free, which backward is the last one of a stage. It is worked out here once, for a number
-of microbatches, and the executor is a loop over the result. Written out, a step stands behind its stage:
-`0F1` computes, `0SEND_F1>1` begins to send what came of it to rank 1, `1RECV_F1<0` posts the receive of it on
-rank 1, `1WAIT_F1<0` waits for it.
+A schedule lists computations. All other steps of a rank follow from it and from the placement of the stages,
+for any model: the start of each message, the receives to post ahead, the point at which the memory of a send
+is free, the last backward of a stage. They are computed here once for a number of microbatches, and the
+executor is a loop over the result. Steps are printed with their stage first: `0F1` computes, `0SEND_F1>1`
+begins to send its output to rank 1, `1RECV_F1<0` posts the receive on rank 1, `1WAIT_F1<0` waits for it.
 
 [Note: when a send is over]
-Not every backend can say whether a send has ended without waiting for it. The schedule can: when a message
-comes from a rank, everything which that rank needed before it made the message has arrived there. So a WAIT
-carries the sends that are over with it; they are waited for (without waiting) and their memory freed.
+Not every backend can test whether a send has ended without waiting for it. The schedule shows it: when a
+message from a rank arrives, all messages that the rank needed before it sent this one have arrived there. So
+a WAIT lists the sends that are complete by then; waiting for them does not block, and frees their memory.
 """
 
 from collections import Counter, deque
@@ -31,18 +30,18 @@ WINDOW = 2
 
 
 class StepKind(StrEnum):
-    """What a step does; the first four are the computations of `Op`."""
+    """Kind of a step; the first four are the computations of `Op`."""
 
     FORWARD = "F"
     BACKWARD = "B"
     INPUT_GRAD = "I"
     WEIGHT_GRAD = "W"
-    TOKEN = "TOKEN"  # a stage begins its first forward, and tells the next one what it is about to send
+    TOKEN = "TOKEN"  # a stage begins its first forward, and sends the next one a digest of its output's spec
     RECV = "RECV"  # a receive is posted
-    WAIT = "WAIT"  # what was posted has come, and the sends that its sender needed for it are over
+    WAIT = "WAIT"  # a posted message arrives, and the sends that its sender needed for it are complete
     SEND_F = "SEND_F"  # an output is sent to the next stage
     SEND_B = "SEND_B"  # the gradient of an input is sent to the stage before
-    HAND_F = "HAND_F"  # the same without a message, where the next stage is on this rank
+    HAND_F = "HAND_F"  # the same without a message, for a next stage on this rank
     HAND_B = "HAND_B"
     CLOSE = "CLOSE"  # the next backward is the last that adds to the gradients of a stage
 
@@ -52,11 +51,11 @@ class ScheduleStep:
     """One step of a rank.
 
     Attributes:
-        kind: What it does.
-        action: The computation that it is, or that it belongs to: which makes what is sent, needs what comes.
-        message: What is sent, received or waited for; None for a computation, and for a TOKEN that no other
-            rank is told.
-        over: Of a WAIT, the messages of this rank that have arrived by then; see [Note: when a send is over].
+        kind: Kind of the step.
+        action: The computation itself, or the maker of the sent value, or the user of the received one.
+        message: The message to send, receive or wait for; None for a computation, and for a TOKEN to a stage
+            on this rank.
+        over: For a WAIT, the sends of this rank that are complete by then; see [Note: when a send is over].
     """
 
     kind: StepKind
@@ -69,7 +68,7 @@ class ScheduleStep:
         if self.kind in _COMPUTATIONS:
             return str(self.action)
         if self.kind in (StepKind.RECV, StepKind.WAIT):
-            assert message is not None, "something is received"
+            assert message is not None, "a receive has a message"
             return f"{message.stage}{self.kind}_{_LETTERS[message.kind]}{message.microbatch}<{message.source}"
         number = "" if self.kind in (StepKind.TOKEN, StepKind.CLOSE) else self.action.microbatch
         receiver = "" if message is None else f">{message.destination}"
@@ -84,20 +83,20 @@ def lower(schedule: Schedule, rank: int, *, has_tokens: bool = True) -> tuple[Sc
     """Return the steps of a pipeline rank, in order.
 
     Messages between two ranks keep the order of the sender's list on both sides. A receive is posted as soon
-    as fewer than `WINDOW` of its sender's messages are ahead of need, and what it is like can be known: a
-    gradient when its activation has been sent, an activation when its stage's token has come.
+    as fewer than `WINDOW` of its sender's messages are ahead of need, and its shape can be known: a gradient
+    when its activation has been sent, an activation when its stage's token has arrived.
 
     Args:
-        schedule: The schedule, a valid one.
+        schedule: A valid schedule.
         rank: The pipeline rank.
-        has_tokens: Whether stages tell one another what they will send; not needed where all outputs have one
+        has_tokens: Whether stages announce their outputs with tokens; not needed if all outputs have one
             shape that is known beforehand.
     """
     return tuple(_Lowering(schedule, rank, has_tokens=has_tokens).steps)
 
 
 class _Lowering:
-    """The list while it is made."""
+    """Builder of the list of steps of a rank."""
 
     def __init__(self, schedule: Schedule, rank: int, *, has_tokens: bool) -> None:
         self.steps: list[ScheduleStep] = []
@@ -109,10 +108,10 @@ class _Lowering:
         }
         self._num_ahead: Counter[int] = Counter()
         self._posted: set[Message] = set()
-        self._known: set[tuple[MessageKind, int, int]] = set()  # of whose shape this rank has learned
+        self._known: set[tuple[MessageKind, int, int]] = set()  # messages whose shape this rank can know
         self._on_their_way: dict[int, list[Message]] = {}
         self._made_at: dict[Message, int] = {}  # positions of incoming messages in the lists of their senders
-        self._needed_at: dict[Message, int] = {}  # and of outgoing ones in those of their receivers
+        self._needed_at: dict[Message, int] = {}  # positions of outgoing messages in those of their receivers
         self._find_positions()
         actions = schedule.actions[rank]
         for peer in self._incoming:
@@ -124,7 +123,7 @@ class _Lowering:
             self._lower(action)
 
     def _lower(self, action: Action) -> None:
-        """Add a computation, with what it waits for before and what it sends behind it."""
+        """Add a computation, with its waits before it and its sends after it."""
         if action.op is Op.FORWARD:
             self._begin_stage(action)
         needed = message_needed_by(action, self._schedule)
@@ -145,7 +144,7 @@ class _Lowering:
             self.steps.append(ScheduleStep(StepKind.HAND_B, action))
 
     def _begin_stage(self, action: Action) -> None:
-        """Before the first forward of a stage: take the token of the stage before, tell the next one."""
+        """Before the first forward of a stage: wait for the token of the stage before, send its own."""
         stage, holders = action.stage, self._schedule.rank_of_stage
         if not self._has_tokens or (MessageKind.TOKEN, stage, 0) in self._known:
             return
@@ -175,7 +174,7 @@ class _Lowering:
         self._post_ahead(peer, action)
 
     def _post_ahead(self, peer: int, action: Action) -> None:
-        """Post what may be; nothing for a rank that only receives from this one."""
+        """Post receives up to the window; the rank posts none for a peer that only receives from it."""
         queue = self._incoming.get(peer)
         while queue and self._num_ahead[peer] < WINDOW and self._has_known_shape(queue[0]):
             self._post(peer, action)
@@ -212,11 +211,11 @@ class _Lowering:
                 needed = message_needed_by(action, self._schedule)
                 if needed is not None and needed.source == self._rank:
                     self._needed_at[needed] = position
-                    if needed.kind is MessageKind.ACTIVATION:  # the first one comes behind the token
+                    if needed.kind is MessageKind.ACTIVATION:  # the token is received before the first one
                         token = _token(needed.source, needed.destination, needed.stage)
                         self._needed_at.setdefault(token, position)
 
 
 def _token(source: int, destination: int, stage: int) -> Message:
-    """Return the message by which a stage learns of what the one before it is about to send."""
+    """Return the message that announces the output of a stage to the next one."""
     return Message(source, destination, MessageKind.TOKEN, stage, 0)

@@ -1,7 +1,7 @@
-"""Which messages a schedule sends: they follow from its actions and from which rank holds which stage.
+"""Messages of a schedule, derived from its actions and the placement of the stages.
 
 A forward sends its output to the next stage, a backward (or its first half, the input gradient) sends the
-gradient of its input to the stage before. Neighbouring stages of one rank pass values on without a message.
+gradient of its input to the stage before. Neighbouring stages on one rank pass values on without a message.
 Between two ranks the messages keep the order in which the sender computes them.
 """
 
@@ -12,11 +12,11 @@ from colossalai.pipeline.schedules._action import Action, Op, Schedule
 
 
 class MessageKind(StrEnum):
-    """What a message carries."""
+    """Content of a message."""
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
-    TOKEN = "token"  # what a stage is about to send; see [Note: what the receiver knows]
+    TOKEN = "token"  # digest of a stage and its data; see [Note: specs before payloads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ class Message:
     """One message between two pipeline ranks.
 
     Attributes:
-        source: The rank that sends it.
-        destination: The rank that receives it.
-        kind: An activation goes to the next stage, a gradient to the stage before.
-        stage: The stage that receives it.
-        microbatch: The microbatch that it belongs to.
+        source: The sending rank.
+        destination: The receiving rank.
+        kind: Content: an activation is sent to the next stage, a gradient to the stage before.
+        stage: The receiving stage.
+        microbatch: The microbatch.
     """
 
     source: int
@@ -39,7 +39,7 @@ class Message:
 
 
 def message_sent_by(action: Action, schedule: Schedule) -> Message | None:
-    """Return the message that follows an action; None if its result stays on the rank."""
+    """Return the message that sends the result of an action; None if it stays on the rank."""
     if action.op is Op.FORWARD and action.stage + 1 < schedule.num_stages:
         return _message(MessageKind.ACTIVATION, action.stage, action.stage + 1, action, schedule)
     if action.op in (Op.BACKWARD, Op.INPUT_GRAD) and action.stage > 0:
@@ -48,7 +48,7 @@ def message_sent_by(action: Action, schedule: Schedule) -> Message | None:
 
 
 def message_needed_by(action: Action, schedule: Schedule) -> Message | None:
-    """Return the message that must have come before an action; None if it needs none."""
+    """Return the message that must arrive before an action; None if it needs none."""
     if action.op is Op.FORWARD and action.stage > 0:
         return _message(MessageKind.ACTIVATION, action.stage - 1, action.stage, action, schedule)
     if action.op in (Op.BACKWARD, Op.INPUT_GRAD) and action.stage + 1 < schedule.num_stages:
@@ -57,7 +57,7 @@ def message_needed_by(action: Action, schedule: Schedule) -> Message | None:
 
 
 def messages_between(schedule: Schedule) -> dict[tuple[int, int], tuple[Message, ...]]:
-    """Return the messages of every pair (source, destination) of ranks, in the order in which they are sent.
+    """Return the messages of every pair (source, destination) of ranks, in sending order.
 
     A pair that exchanges nothing is not in the dictionary.
     """

@@ -1,7 +1,7 @@
-"""When each action of a schedule starts and ends, and what follows: step time, bubble, memory, messages.
+"""Simulation of a schedule: start and end of each action, step time, bubble, memory, messages.
 
-A rank starts an action when it has ended the one before and everything that it needs has arrived; a message
-takes `p2p` from the end of the action that makes it, and keeps neither rank from computing. With equal stages
+A rank starts an action when the one before has ended and everything that it needs has arrived; a message
+takes `p2p` from the end of the action that makes it, and overlaps with computation. With equal stages
 and p2p = 0, p ranks, m microbatches, v chunks, and the costs F, I, W of a rank's share of the model per
 microbatch (B = I + W), the bubbles are those of the papers:
 
@@ -21,13 +21,13 @@ from colossalai.pipeline.schedules._validate import validate
 
 @dataclass(frozen=True)
 class Costs:
-    """What actions and messages take, in any unit of time; one number for all stages, or one for each.
+    """Costs of actions and messages, in any unit of time; one number for all stages, or one for each.
 
     Attributes:
         forward: The forward of a microbatch on a stage.
         backward: The whole backward of a microbatch on a stage.
         p2p: A message from one rank to another.
-        weight_grad: The part of `backward` that computes the weight gradients; None: a half of it.
+        weight_grad: The part of `backward` that computes the weight gradients; None: half of it.
     """
 
     forward: float | Sequence[float]
@@ -74,7 +74,7 @@ def _at(cost: float | Sequence[float], stage: int) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """When an action runs."""
+    """Start and end of an action."""
 
     action: Action
     start: float
@@ -86,7 +86,7 @@ class Timeline:
     """A schedule in time.
 
     Attributes:
-        schedule: What was run.
+        schedule: The schedule.
         spans: For each rank, its actions in order with their times.
     """
 
@@ -95,19 +95,19 @@ class Timeline:
 
     @property
     def step_time(self) -> float:
-        """From the first start to the end of the last rank."""
+        """Time from the first start to the end of the last rank."""
         return max(spans[-1].end for spans in self.spans)
 
     @property
     def busy_times(self) -> tuple[float, ...]:
-        """For each rank, how long it computes."""
+        """Computing time of each rank."""
         return tuple(sum(span.end - span.start for span in spans) for spans in self.spans)
 
     @property
     def bubble_fraction(self) -> float:
         """Idle time over computing time, both summed over the ranks: the papers' (p-1)/m.
 
-        With equal stages it is (step time - ideal time) / ideal time. It may exceed one.
+        With equal stages it is (step time - ideal time) / ideal time. It can exceed one.
         """
         busy = sum(self.busy_times)
         return (len(self.spans) * self.step_time - busy) / busy if busy else 0.0
@@ -119,10 +119,10 @@ class Timeline:
 
     @property
     def stall_times(self) -> tuple[float, ...]:
-        """For each rank, how long it idles between its own first start and last end.
+        """Idle time of each rank between its own first start and last end.
 
-        It is what remains of the bubble if a rank begins its next step without waiting for the others, as the
-        zero-bubble paper has it.
+        This part of the bubble remains if a rank begins its next step without waiting for the others, as in
+        the zero-bubble paper.
         """
         return tuple(
             max(0.0, spans[-1].end - spans[0].start - busy)
@@ -131,7 +131,7 @@ class Timeline:
 
     @property
     def peak_live_microbatches(self) -> tuple[float, ...]:
-        """For each rank, the most microbatches whose activations it keeps at once.
+        """For each rank, the largest number of microbatches whose activations it keeps at once.
 
         See `peak_live_microbatches`.
         """
@@ -151,13 +151,13 @@ def simulate(schedule: Schedule, costs: Costs) -> Timeline:
 
     Raises:
         ScheduleError: The schedule cannot be run.
-        ValueError: The costs are not one for each stage, or one is negative.
+        ValueError: `costs` are not one for each stage, or one is negative.
     """
     return Replay(schedule).run(costs)
 
 
 class Replay:
-    """A schedule that is run with many costs: what does not depend on them is found once.
+    """A schedule that is simulated with many costs; the order of its actions is computed once.
 
     Args:
         schedule: The schedule.
@@ -170,7 +170,7 @@ class Replay:
         self.schedule, self._steps = schedule, validate(schedule)
 
     def run(self, costs: Costs) -> Timeline:
-        """Return when each action runs.
+        """Return the times of each action.
 
         Raises:
             ValueError: `costs` are not one for each stage, or one is negative.
@@ -189,7 +189,7 @@ class Replay:
         return max(end for _, end in self._times(costs))
 
     def _times(self, costs: Costs) -> list[tuple[float, float]]:
-        """Return start and end of each of the steps."""
+        """Return start and end of each action."""
         costs.check(self.schedule.num_stages)
         cost_of = {
             (op, stage): costs.of(Action(op, stage, 0))
@@ -210,10 +210,10 @@ class Replay:
 
 
 def peak_live_microbatches(schedule: Schedule) -> tuple[float, ...]:
-    """Return for each rank the most microbatches whose activations it keeps at once.
+    """Return for each rank the largest number of microbatches whose activations it keeps at once.
 
     A microbatch lives on a stage from its forward to the end of its backward; of a split backward, to the end
-    of the weight gradient (an upper bound: some activations go with the input gradient). The unit is a
+    of the weight gradient (an upper bound: the input gradient frees some activations). The unit is a
     microbatch on all stages of a rank: of v chunks, one counts 1/v. Without backwards, nothing is kept.
     """
     return tuple(

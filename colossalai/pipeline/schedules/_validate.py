@@ -1,7 +1,7 @@
-"""Whether a schedule can be run, found before a process starts: each action once, in its place, no deadlock.
+"""Validation of a schedule before any process starts: each action once, on its rank, without deadlock.
 
-The ranks are run against each other without computing: each goes through its list until it needs what is not
-there. Receivers keep messages that come early, so that only a cycle of needs stops all of them.
+The ranks run against each other without computing: each proceeds through its list to the first action with a
+missing dependency. Receivers keep early messages, so only a cycle of dependencies stops all of them.
 """
 
 from collections import Counter
@@ -12,7 +12,7 @@ from colossalai.pipeline.schedules._action import Action, Op, Schedule
 
 
 def completed_by(action: Action) -> tuple[Action, ...]:
-    """Return what is there after an action: itself, or the two halves of a whole backward."""
+    """Return the actions that an action completes: itself, or the two halves of a whole backward."""
     if action.op is Op.BACKWARD:
         return (
             Action(Op.INPUT_GRAD, action.stage, action.microbatch),
@@ -22,10 +22,10 @@ def completed_by(action: Action) -> tuple[Action, ...]:
 
 
 def needed_by(action: Action, num_stages: int) -> tuple[Action, ...]:
-    """Return what must be there before an action, as `completed_by` names it.
+    """Return the dependencies of an action, in the terms of `completed_by`.
 
-    A forward needs the stage before; an input gradient, alone or in a whole backward, the own forward and the
-    gradient from the stage behind; a weight gradient the own input gradient, which leaves its inputs behind.
+    A forward needs the stage before; an input gradient, alone or in a whole backward, its own forward and the
+    gradient from the next stage; a weight gradient its own input gradient, which keeps its inputs.
     """
     stage, microbatch = action.stage, action.microbatch
     if action.op is Op.FORWARD:
@@ -43,12 +43,12 @@ class ScheduleError(ValueError):
 
 
 class OrderedAction(NamedTuple):
-    """An action in an order in which what it needs stands before it.
+    """An action in an order in which its dependencies precede it.
 
     Attributes:
-        rank: Who runs it.
-        action: What is run.
-        needs: Where in the order those stand that complete what it needs.
+        rank: The rank that runs it.
+        action: The action.
+        needs: Positions in the order of the actions that complete its dependencies.
     """
 
     rank: int
@@ -59,14 +59,14 @@ class OrderedAction(NamedTuple):
 def validate(schedule: Schedule) -> list[OrderedAction]:
     """Check that a schedule computes every microbatch on every stage once, and ends.
 
-    A schedule without any backward is one for evaluation and may be valid.
+    A schedule without backwards is for evaluation, and can be valid.
 
     Returns:
         All actions in an order in which a single process could run them.
 
     Raises:
-        ScheduleError: An action is missing, doubled, unknown, on the wrong rank or before what it needs, or
-            the ranks wait for each other; the message names it.
+        ScheduleError: `schedule` has an action that is missing, doubled, unknown, on the wrong rank or before
+            a dependency, or ranks that wait for each other; the message names it.
     """
     _check_placement(schedule)
     for rank in range(schedule.num_ranks):
@@ -95,7 +95,7 @@ def _check_placement(schedule: Schedule) -> None:
 
 
 def _check_whereabouts(schedule: Schedule, rank: int) -> None:
-    """Check that a rank's actions exist and are its own."""
+    """Check that a rank's actions exist and belong to it."""
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     own = set(schedule.stages_of(rank))
     for position, action in enumerate(schedule.actions[rank]):
@@ -150,7 +150,7 @@ def _what_is_wrong(there: set[Op], has_backward: bool) -> str | None:
 
 
 def _check_order(schedule: Schedule, rank: int) -> None:
-    """Check that no action stands before another one of the same rank that it needs."""
+    """Check that no action precedes a dependency on the same rank."""
     places = {
         done: position
         for position, action in enumerate(schedule.actions[rank])
@@ -161,17 +161,17 @@ def _check_order(schedule: Schedule, rank: int) -> None:
             if places.get(need, -1) > position:
                 later = schedule.actions[rank][places[need]]
                 raise ScheduleError(
-                    f"{_name(schedule)}: {action} stands before {later} on rank {rank} (positions "
+                    f"{_name(schedule)}: {action} comes before {later} on rank {rank} (positions "
                     f"{position} and {places[need]}), but needs it"
                 )
 
 
 def _run_all(schedule: Schedule) -> list[OrderedAction]:
-    """Run the ranks as far as they get, and name who waits for whom if that is not the end."""
+    """Run the ranks as far as possible; raise an error that names the waiting ranks if some do not end."""
     steps: list[OrderedAction] = []
-    done: dict[Action, int] = {}  # where in `steps` it was completed
+    done: dict[Action, int] = {}  # position in `steps` of the completing action
     heads = [0] * schedule.num_ranks
-    needs_of: dict[Action, tuple[Action, ...]] = {}  # a rank that waits asks again
+    needs_of: dict[Action, tuple[Action, ...]] = {}  # cached for ranks that wait
     num_before = -1
     while len(steps) > num_before:
         num_before = len(steps)
@@ -188,13 +188,13 @@ def _run_all(schedule: Schedule) -> list[OrderedAction]:
     waiting = {rank: head for rank, head in enumerate(heads) if head < len(schedule.actions[rank])}
     if waiting:
         for rank in range(schedule.num_ranks):
-            _check_order(schedule, rank)  # a rank that waits for itself: said more simply than a cycle
+            _check_order(schedule, rank)  # a rank that waits for itself has a simpler message than a cycle
         raise ScheduleError(f"{_name(schedule)} deadlocks: {_describe_cycle(schedule, waiting, done)}")
     return steps
 
 
 def _describe_cycle(schedule: Schedule, waiting: dict[int, int], done: Container[Action]) -> str:
-    """Follow who waits for whom until a rank comes again; the ranks from there on wait for each other."""
+    """Follow the waiting ranks until one repeats; the ranks from there on wait for each other."""
     path: list[int] = []
     sentences: dict[int, str] = {}
     rank = min(waiting)
@@ -207,7 +207,7 @@ def _describe_cycle(schedule: Schedule, waiting: dict[int, int], done: Container
         )
         sentences[rank] = (
             f"rank {rank} waits at position {waiting[rank]} ({action}) for "
-            f"{schedule.actions[holder][place]}, which stands at position {place} of rank {holder}"
+            f"{schedule.actions[holder][place]}, which is at position {place} of rank {holder}"
         )
         path.append(rank)
         rank = holder

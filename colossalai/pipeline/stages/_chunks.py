@@ -1,4 +1,4 @@
-"""The stages of a rank that holds several: a list of modules in which parameters keep their full names."""
+"""The stages of a rank with several: a list of modules in which parameters keep their full names."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -14,8 +14,8 @@ from colossalai.tensor import PART_OF_CUT_MODEL
 class ChunkList(nn.ModuleList):
     """Parts of one model, in the order of their stages.
 
-    Every name is the one in the whole model: the state dict, `named_parameters` and their like say
-    "5.weight", not "0.5.weight" for layer 5 in chunk 0. So no two chunks may use one name for two tensors.
+    Every name is the one in the whole model: in the state dict, `named_parameters` and the like it is
+    "5.weight", not "0.5.weight", for layer 5 in chunk 0. So no two chunks can use one name for two tensors.
     """
 
     def named_parameters(
@@ -43,7 +43,7 @@ class ChunkList(nn.ModuleList):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the list itself and the modules inside the chunks; a chunk itself has no name of its own."""
+        """Yield the list itself and the modules inside the chunks; a chunk itself has no name."""
         memo = set() if memo is None else memo
         if remove_duplicate and self in memo:
             return
@@ -90,8 +90,8 @@ class ChunkList(nn.ModuleList):
         """Load a state into all chunks.
 
         Raises:
-            RuntimeError: `strict` is set, and a tensor of a chunk is missing or a tensor of no chunk is
-                given.
+            RuntimeError: `strict` is set, and a tensor of a chunk is missing or a given tensor belongs to no
+                chunk.
         """
         missing: list[str] = []
         unexpected = list(state_dict)
@@ -108,7 +108,7 @@ class ChunkList(nn.ModuleList):
 
 
 def as_model(chunks: list[nn.Module]) -> nn.Module:
-    """Return the only chunk, or the list of several, marked as what is cut already."""
+    """Return the only chunk, or the list of several, marked as a part of a cut model."""
     model = chunks[0] if len(chunks) == 1 else ChunkList(chunks)
     setattr(model, PART_OF_CUT_MODEL, True)
     return model

@@ -1,4 +1,4 @@
-"""Layers that run one after the other, under the names that they have in the model they are taken from."""
+"""Sequences of layers that keep their names in the original model."""
 
 import inspect
 from collections import OrderedDict
@@ -35,11 +35,11 @@ class LayerStep:
     behind: tuple[Callable[..., Any], ...] = ()
 
     def followed_by(self, function: Callable[..., Any]) -> Self:
-        """Return the same step with one more function behind."""
+        """Return the step with one more function on its output."""
         return replace(self, behind=(*self.behind, function))
 
     def run(self, values: tuple[Any, ...], data: Mapping[str, Any]) -> Any:
-        """Call all of it; of the data the layer gets what its forward has a name for."""
+        """Call the functions and the layer, which gets the data that its forward has an argument for."""
         for function in self.front:
             values = _as_tuple(function(*values))
         output = self.module(*values, **_wanted(self.module, len(values), data))
@@ -49,7 +49,7 @@ class LayerStep:
 
 
 class LayerChain(nn.Module):
-    """Layers that run one after the other.
+    """Layers that run in sequence.
 
     Args:
         steps: The layers and the functions around them.
@@ -65,8 +65,8 @@ class LayerChain(nn.Module):
         """Run the layers.
 
         Args:
-            received: The input of the first layer; a tuple that a layer returns is the next one's arguments.
-            data: Named data; each layer gets what its forward has an argument for.
+            received: The input of the first layer; a tuple from a layer is the arguments of the next one.
+            data: Named data; each layer gets the entries that its forward has an argument for.
         """
         for step in self._steps:
             received = _as_tuple(step.run(received, data))
@@ -78,7 +78,7 @@ def _as_tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _wanted(module: nn.Module, num_positional: int, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the data that the forward of a module has names for, beyond its first arguments."""
+    """Return the data that the forward of a module names, beyond its first arguments."""
     if not data:
         return {}
     names = list(inspect.signature(module.forward).parameters)[num_positional:]
@@ -86,7 +86,7 @@ def _wanted(module: nn.Module, num_positional: int, data: Mapping[str, Any]) -> 
 
 
 def _graft(root: nn.Module, name: str, module: nn.Module) -> None:
-    """Register a module under a dotted name, with empty modules on the way."""
+    """Register a module under a dotted name, with empty modules as its parents."""
     parent, _, last = name.rpartition(".")
     for step in parent.split(".") if parent else ():
         if step not in root._modules:
@@ -107,7 +107,7 @@ def cut_sequential(
     method: PartitionMethod = "uniform",
     verbose: bool = False,
 ) -> nn.Module:
-    """Return the chunks of a rank, an `nn.Sequential` each; layer 5 is called "5" on whatever rank.
+    """Return the chunks of a rank, an `nn.Sequential` each; layer 5 is called "5" on every rank.
 
     Args:
         layers: The whole model.
@@ -115,11 +115,10 @@ def cut_sequential(
         size: Number of pipeline ranks.
         rank: The pipeline rank.
         method: "uniform" by the number of layers, or "balanced" by their parameters.
-        verbose: Whether each rank logs what it holds.
+        verbose: Whether each rank logs its layers.
 
     Raises:
-        ValueError: `layers` is no `nn.Sequential` or has fewer layers than there are parts, or `method` is
-            unknown.
+        ValueError: `layers` is not an `nn.Sequential` or has fewer layers than parts, or `method` is unknown.
     """
     if not isinstance(layers, nn.Sequential):
         raise ValueError(
@@ -129,7 +128,7 @@ def cut_sequential(
     parts = parts_by(method, list(layers), num_chunks=num_chunks, size=size)[rank]
     if verbose:
         log_parts(parts, len(layers), rank=rank)
-    named = list(layers._modules.items())  # not named_children(): a layer may stand there twice
+    named = list(layers._modules.items())  # not named_children(), which drops a repeated layer
     return as_model([nn.Sequential(OrderedDict(named[start:end])) for start, end in parts])
 
 
@@ -149,6 +148,6 @@ def parts_by(
 
 
 def log_parts(parts: Sequence[Part], num_layers: int, *, rank: int) -> None:
-    """Log which layers a rank holds."""
+    """Log the layers of a rank."""
     held = ", ".join(f"{start}-{end - 1}" for start, end in parts)
     get_dist_logger().info(f"pipeline rank {rank} holds layers {held} of {num_layers}")

@@ -1,4 +1,4 @@
-"""How many items (layers, blocks) each stage takes: contiguous splits, evenly by count or optimal by weight.
+"""Partitions of items (layers, blocks) into stages: contiguous, evenly by count or optimal by weight.
 
 With several chunks per rank the items are split into as many parts as there are chunks on all ranks, and part
 `chunk * ranks + rank` goes to `rank`: consecutive parts are on consecutive ranks (Megatron-LM, 2104.04473).
@@ -22,12 +22,12 @@ Placement = Literal["loop", "v"]
 def partition_uniform(num_items: int, pipeline_parallel_size: int, num_chunks: int) -> list[list[Part]]:
     """Split items into parts whose numbers of items differ by at most one.
 
-    The longer parts come last: early stages keep the activations of more microbatches.
+    The longer parts are last: early stages keep the activations of more microbatches.
 
     Args:
         num_items: Number of items.
         pipeline_parallel_size: Number of pipeline ranks.
-        num_chunks: Number of parts that each rank takes.
+        num_chunks: Number of parts of each rank.
 
     Returns:
         For each rank its parts (start, end), `end` excluded, in the order of the items.
@@ -44,14 +44,14 @@ def partition_balanced(
 ) -> list[list[Part]]:
     """Split items so that the heaviest part is as light as a contiguous split allows.
 
-    The parts of all ranks and chunks count, since a pipeline runs at the pace of its slowest stage. Among the
+    The parts of all ranks and chunks count, since the slowest stage sets the pace of a pipeline. Among the
     splits that reach the minimum, the one with the least sum of squares is taken, of weights, then of counts.
 
     Args:
-        weights: A weight for each item, not negative: its parameters, or the time that it takes (see
+        weights: A weight for each item, not negative: its parameters, or its running time (see
             `measure_weights`).
         pipeline_parallel_size: Number of pipeline ranks.
-        num_chunks: Number of parts that each rank takes.
+        num_chunks: Number of parts of each rank.
 
     Returns:
         For each rank its parts (start, end), `end` excluded, in the order of the items.
@@ -83,19 +83,19 @@ def balanced_parts(weights: Sequence[float], num_parts: int) -> list[Part]:
 def parts_of(
     parts: Sequence[Part], rank: int, num_ranks: int, *, placement: Placement = "loop"
 ) -> list[Part]:
-    """Return the parts that a rank takes, in the order of the items; see `stages_of`."""
+    """Return the parts of a rank, in the order of the items; see `stages_of`."""
     return [parts[stage] for stage in stages_of(len(parts), rank, num_ranks, placement=placement)]
 
 
 def stages_of(num_stages: int, rank: int, num_ranks: int, *, placement: Placement = "loop") -> list[int]:
-    """Return the stages that a rank holds, in ascending order.
+    """Return the stages of a rank, in ascending order.
 
     Args:
         num_stages: Number of stages, a multiple of `num_ranks`.
         rank: The pipeline rank.
         num_ranks: Number of pipeline ranks.
-        placement: "loop": rank r holds r, r + ranks, r + 2 ranks, ... "v": every second time round the order
-            of the ranks is reversed, so that neighbouring stages are on the same rank where it turns
+        placement: "loop": rank r holds r, r + ranks, r + 2 ranks, ... "v": the order of the ranks is reversed
+            in every second round, so that neighbouring stages are on the same rank at the turns
             (zero-bubble ZB-V, 2401.10241).
     """
     stages = []
@@ -106,19 +106,19 @@ def stages_of(num_stages: int, rank: int, num_ranks: int, *, placement: Placemen
 
 
 def parameter_weights(layers: Iterable[nn.Module]) -> list[float]:
-    """Return the number of parameters of each layer, to split by."""
+    """Return the number of parameters of each layer, as weights for a split."""
     return [sum(param.numel() for param in layer.parameters()) for layer in layers]
 
 
 def measure_weights(layers: Iterable[nn.Module], sample: Any, *, repeats: int = 5) -> list[float]:
-    """Return the seconds that forward and backward of each layer take, to split by; the median of some runs.
+    """Return the median seconds of forward and backward of each layer, as weights for a split.
 
-    Gradients that the layers hold are dropped.
+    Gradients of the layers are dropped.
 
     Args:
-        layers: The layers; each takes what the one before returns.
+        layers: The layers; each takes the output of the one before.
         sample: The input of the first one.
-        repeats: How often each layer runs; one run more warms it up.
+        repeats: Number of timed runs of each layer, after one run to warm up.
     """
     weights = []
     for layer in layers:
@@ -189,7 +189,7 @@ def _least_maximum(sums: Sequence[float], num_parts: int) -> float:
 
 
 def _least_squares(sums: Sequence[float], num_parts: int, *, limit: float) -> list[Part]:
-    """Return the most even split of those in which no part is heavier than `limit`."""
+    """Return the most even split without a part heavier than `limit`."""
     num_items = len(sums) - 1
     impossible = (math.inf, math.inf)
 

@@ -1,4 +1,4 @@
-"""Cut any model by the order in which its layers run, which the user gives by their names.
+"""Cutting of any model by the execution order of its layers, which the user gives by name.
 
 ```python
 pipelinable = PipelinableContext()
@@ -32,11 +32,11 @@ _POLICIES = ("balanced", "uniform", "customized")
 
 @dataclass(frozen=True)
 class _Order:
-    """Layers in the order of execution, and where the user wants cuts.
+    """Layers in the order of execution, and the cuts of the user.
 
     Attributes:
         steps: The layers.
-        cuts: Numbers of layers, each the first one of a part.
+        cuts: Indices of layers, each the first one of a part.
     """
 
     steps: tuple[LayerStep, ...]
@@ -44,9 +44,9 @@ class _Order:
 
 
 class PipelinableContext:
-    """Notes which model is built inside it, and cuts that.
+    """Context that records the model built inside it, and cuts it.
 
-    To build without memory, put a `LazyInitContext` around it and materialize the part.
+    To build without memory, enter a `LazyInitContext` around it and materialize the part.
 
     Args:
         policy: "balanced" cuts by the parameters of the layers, "uniform" by their number, "customized" where
@@ -92,17 +92,17 @@ class PipelinableContext:
         return sum(len(step.front) + len(step.behind) for step in self._current_order().steps)
 
     def to_layer_list(self, exec_seq: Sequence[Entry] | None = None) -> None:
-        """Say in which order the layers of the model run.
+        """Set the order in which the layers of the model run.
 
         Args:
             exec_seq: Names of modules inside the model, and functions between them: `(function, "behind")`
-                is applied to the output of the layer before it in the list, on the same stage as that;
-                `(function, "front")` to the input of the layer after it. By default the children of the
-                model in the order in which they were registered, stacks taken apart.
+                is applied to the output of the layer before it in the list, on the same stage; `(function,
+                "front")` to the input of the layer after it. By default the children of the model in the
+                order of registration, with stacks expanded.
 
         Raises:
-            ValueError: No model or several were built in the context, a name is not one of its modules, a
-                function has no layer to go with, or a layer with parameters is named twice.
+            ValueError: No model or several were built in the context, `exec_seq` has a name that is not one
+                of its modules, a function without a layer, or a layer with parameters twice.
         """
         model = self._model()
         self._order = _read(model, list(exec_seq) if exec_seq is not None else _in_registration_order(model))
@@ -114,7 +114,7 @@ class PipelinableContext:
             get_dist_logger().warning(f"no layer of the pipeline holds these parameters: {left_out}")
 
     def partition(self, num_chunks: int, pipeline_size: int, rank: int) -> nn.Module:
-        """Return what a rank holds of the model; parameters keep their names.
+        """Return the part of the model for a rank; parameters keep their names.
 
         Args:
             num_chunks: Number of chunks on each rank; several are returned as a `ChunkList`.
@@ -122,7 +122,7 @@ class PipelinableContext:
             rank: The pipeline rank.
 
         Raises:
-            ValueError: The layers are fewer than the parts, or the order of execution says another number of
+            ValueError: The model has fewer layers than parts, or the order of execution has another number of
                 parts.
         """
         if self._order is None:
@@ -133,7 +133,7 @@ class PipelinableContext:
         return as_model([LayerChain(steps[start:end]) for start, end in parts])
 
     def _current_order(self) -> _Order:
-        """Return the order of execution as it was said, or as `partition` would take it."""
+        """Return the order of execution that was set, or the default of `partition`."""
         if self._order is not None:
             return self._order
         model = self._model()
@@ -153,7 +153,7 @@ class PipelinableContext:
         return [[parts[part] for part in range(rank, len(parts), size)] for rank in range(size)]
 
     def _record(self, parent: nn.Module, name: str, child: nn.Module | None) -> None:
-        """Note that a module got a child: torch calls it for every registration inside the context."""
+        """Record a child of a module; torch calls this for every registration inside the context."""
         self._parents[parent] = None
         if child is not None:
             self._children.add(child)
@@ -205,12 +205,12 @@ def _named(model: nn.Module, name: str) -> nn.Module:
     modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
     if not name or name not in modules:
         near = get_close_matches(name, modules, n=3) or [child for child, _ in model.named_children()]
-        raise ValueError(f"exec_seq names {name!r}, which is no module of the model; there are {near}")
+        raise ValueError(f"exec_seq names {name!r}, which is not a module of the model; there are {near}")
     return modules[name]
 
 
 def _in_registration_order(module: nn.Module, prefix: str = "") -> list[Entry]:
-    """Return the names of the children, those of plain stacks in the place of the stack."""
+    """Return the names of the children, with the children of a plain stack instead of the stack."""
     names: list[Entry] = []
     for name, child in module.named_children():
         is_stack = isinstance(child, nn.ModuleList) or type(child) is nn.Sequential

@@ -1,14 +1,14 @@
-"""Stand-ins for the parts of a model that other stages hold, so that its own forward runs on every stage.
+"""Placeholders for the parts of a model on other stages, so that its own forward runs on every stage.
 
-They hold no parameters. What is read off a part besides calling it (`embedding.weight.dtype`, a block's
-`attention_type`) is answered by its outline: the part itself, which has no memory here any more.
+They hold no parameters. Attributes of a part that the model reads (`embedding.weight.dtype`, a block's
+`attention_type`) are read from its outline: the part itself, without its memory.
 
 [Note: a stage runs the forward of the whole model]
-Masks, positions and rotary tables are computed by the model's own code from the data, on every stage. What
-runs before the blocks is replaced by shapes: `FrontElsewhere` returns zeros. A block of an earlier stage
-returns what the last block before this stage has returned over there; so whatever the model does between
-block and block (takes the first of a tuple, say) happens as in the whole model, and the first block of this
-stage sees what it would see there. The forward ends behind the last block of the stage (`StageEnd`).
+Masks, positions and rotary tables are computed by the model's own code from the data, on every stage. The
+parts before the blocks are replaced by shapes: `FrontElsewhere` returns zeros. A block of an earlier stage
+returns the output of the last block before this stage; so the model's own code between blocks (taking the
+first of a tuple, for example) runs as in the whole model, and the first block of this stage gets the input
+that it gets there. The forward ends after the last block of the stage (`StageEnd`).
 """
 
 import copy
@@ -25,7 +25,7 @@ MakeTensor = Callable[[torch.Tensor], torch.Tensor]
 
 
 def new_like(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    """Return a tensor of the same kind (a parameter for a parameter) with memory of its own on `device`."""
+    """Return a tensor of the same kind (a parameter for a parameter) with its own memory on `device`."""
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(made, requires_grad=tensor.requires_grad)
@@ -38,7 +38,7 @@ def on_meta(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def copy_with(module: nn.Module, make: MakeTensor) -> nn.Module:
-    """Return a deep copy of a module in which `make` has made every tensor; none of its memory is copied."""
+    """Return a deep copy of a module with every tensor made by `make`; no tensor memory is copied."""
     memo: dict[int, Any] = {}
     for part in module.modules():
         for held in (part._parameters, part._buffers, vars(part)):
@@ -47,40 +47,40 @@ def copy_with(module: nn.Module, make: MakeTensor) -> nn.Module:
 
 
 def is_elsewhere(module: nn.Module) -> bool:
-    """Return whether a module stands for a part that another stage holds."""
+    """Return whether a module is a placeholder for a part on another stage."""
     return isinstance(module, _Elsewhere)
 
 
 class _Elsewhere(nn.Module):
-    """A part that another stage holds.
+    """Placeholder for a part on another stage.
 
     Args:
         name: Its name in the whole model.
-        outline: The part, or what answers for it.
-        flow: That of the stage.
+        outline: The part, or a copy of it, from which attributes are read.
+        flow: State of the stage's forward.
     """
 
     def __init__(self, name: str, outline: nn.Module, flow: StageFlow) -> None:
         super().__init__()
         self.name = name
         self.flow = flow
-        # Not a sub-module: what it holds belongs to another stage.
+        # Not a sub-module: its parameters belong to another stage.
         object.__setattr__(self, "_outline", outline)
 
     def __getattr__(self, attribute: str) -> Any:
         outline = self.__dict__.get("_outline")
-        if outline is None:  # it is being copied
+        if outline is None:  # during a copy
             raise AttributeError(attribute)
         return getattr(outline, attribute)
 
     @property
     def outline(self) -> nn.Module:
-        """What answers for the part."""
+        """The module from which attributes are read."""
         outline: nn.Module = self.__dict__["_outline"]
         return outline
 
     def extra_repr(self) -> str:
-        """Say what it stands for."""
+        """Return a description of the part."""
         return f"{self.name}: {type(self.outline).__name__} of another stage"
 
 
@@ -89,26 +89,26 @@ def _cut_with(option: str, name: str) -> str:
 
 
 class FrontElsewhere(_Elsewhere):
-    """A part that runs before the blocks, on the first stage; here it returns zeros of the right shapes.
+    """Placeholder for a part that runs before the blocks, on the first stage; it returns zeros of its shapes.
 
     Args:
         name: Its name in the whole model.
         part: The part.
-        flow: That of the stage.
-        feeds_blocks: What it returns goes to the first block as it is: it has the shape of what the stage
-            receives, and the part need not be run for it. (A tensor-parallel embedding cannot be: it would
+        flow: State of the stage's forward.
+        feeds_blocks: Whether its output is the input of the first block: it has the shape of the stage's
+            input, and the part need not run for it. (A tensor-parallel embedding could not: it would
             communicate.)
     """
 
     def __init__(self, name: str, part: nn.Module, flow: StageFlow, *, feeds_blocks: bool) -> None:
-        super().__init__(name, copy_with(part, on_meta), flow)  # this rank may hold the part in another chunk
+        super().__init__(name, copy_with(part, on_meta), flow)  # this rank can hold the part in another chunk
         self.feeds_blocks = feeds_blocks
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return something of the shape and dtype that the part would return.
+        """Return zeros of the shape and dtype of the part's output.
 
         Raises:
-            RuntimeError: The part is called after the blocks, where its values count, or cannot be run on
+            RuntimeError: The part is called after the blocks, where its values matter, or cannot run on
                 meta tensors.
         """
         if self.flow.has_reached_blocks:
@@ -125,25 +125,25 @@ class FrontElsewhere(_Elsewhere):
         except Exception as error:
             raise RuntimeError(
                 f"{self.name!r} is on the first stage only, and it cannot be run on meta tensors, from which "
-                "this stage would learn the shape of what it returns: " + _cut_with("everywhere", self.name)
+                "this stage would learn the shape of its output: " + _cut_with("everywhere", self.name)
             ) from error
         return tree_map(lambda leaf: _zeros(leaf, received.device), shapes)
 
     def _apply(self, fn: MakeTensor, recurse: bool = True) -> nn.Module:
-        """Follow a change of dtype; the outline stays on the meta device."""
+        """Apply a change of dtype; the outline stays on the meta device."""
         self.outline._apply(lambda tensor: tensor.to(fn(torch.empty(0, dtype=tensor.dtype)).dtype))
         return self
 
 
 class BehindElsewhere(_Elsewhere):
-    """A part that runs after the blocks, on the last stage; here nobody calls it."""
+    """Placeholder for a part that runs after the blocks, on the last stage; it is never called here."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse.
+        """Raise an error.
 
         Raises:
-            RuntimeError: The model calls a part of the last stage before its blocks, the only call that comes
-                here.
+            RuntimeError: The model calls a part of the last stage before its blocks, the only call that can
+                reach this method.
         """
         raise RuntimeError(
             f"{self.name!r} is on the last stage only, but the model calls it before its blocks: "
@@ -152,10 +152,10 @@ class BehindElsewhere(_Elsewhere):
 
 
 class BlockElsewhere(_Elsewhere):
-    """A block of another stage."""
+    """Placeholder for a block on another stage."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what the last block of the stage before has returned."""
+        """Return the output of the last block of the stage before."""
         return self.flow.received
 
 

@@ -1,7 +1,7 @@
-"""Cut a model that was never written for a pipeline, along its stack of blocks.
+"""Cutting of a model that was not written for pipelines, along its stack of blocks.
 
-Embeddings and whatever else runs before the blocks go to the first stage, norm and head to the last one. What
-has no parameters (dropout, rotary tables) is on every stage. How a stage then runs: see
+Embeddings and other parts before the blocks are placed on the first stage, norm and head on the last one.
+Modules without parameters (dropout, rotary tables) are on every stage. The forward of a stage is described in
 [Note: a stage runs the forward of the whole model].
 """
 
@@ -30,13 +30,13 @@ Wishes = Mapping[str, Sequence[str]]
 
 @dataclass(frozen=True)
 class StageCut:
-    """Which stage holds what of a model; the same on every rank.
+    """Placement of the parts of a model on stages; the same on every rank.
 
     Attributes:
-        anatomy: How the model is laid out.
+        anatomy: Layout of the model.
         blocks: For each stage its blocks (start, end).
-        holders: For each part beside the blocks, the stages that hold it.
-        feeding: The part whose output goes to the first block as it is; empty if it is not known.
+        holders: For each part outside of the stack, the stages that hold it.
+        feeding: The part whose output is the input of the first block; empty if it is not known.
     """
 
     anatomy: Anatomy
@@ -50,7 +50,7 @@ class StageCut:
         return len(self.blocks)
 
     def stages_of(self, name: str) -> frozenset[int]:
-        """Return the stages that hold a parameter or module of that name."""
+        """Return the stages that hold the parameter or module `name`."""
         if name.startswith(f"{self.anatomy.stack}."):
             block = name.removeprefix(f"{self.anatomy.stack}.").partition(".")[0]
             number = self.anatomy.block_names.index(block)
@@ -63,15 +63,15 @@ class StageCut:
 def plan_cut(
     model: nn.Module, num_stages: int, *, balance: Balance, stack: str | None, wishes: Wishes, sample: Any
 ) -> StageCut:
-    """Decide which stage holds what; the arguments are those of `cut_model`.
+    """Return the placement of the parts on stages; the arguments are those of `cut_model`.
 
     Args:
         model: The model.
         num_stages: The number of stages.
-        balance: How to distribute the blocks.
-        stack: The name of the stack, None to look for it.
+        balance: Distribution of the blocks.
+        stack: The name of the stack; None: it is searched for.
         wishes: Names of parts under "first", "last" and "everywhere".
-        sample: Data for the trial run, None to guess some.
+        sample: Data for the trial run; None: it is guessed.
     """
     anatomy = dissect(model, stack)
     trial = _try(model, anatomy, sample)
@@ -95,7 +95,7 @@ def ties_of(model: nn.Module, cut: StageCut) -> list[Tie]:
 
 
 def _try(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: bool = True) -> Trial | None:
-    """Make a trial run with the sample given, or with one that is guessed; None if that cannot be."""
+    """Make a trial run with the given sample, or a guessed one; return None if it is not possible."""
     parts = [name for name in anatomy.parts if not is_parameter(model, name)]
     if sample is not None:
         return _checked(run_trial(model, sample, stack=anatomy.stack, parts=parts), anatomy)
@@ -107,7 +107,7 @@ def _try(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: bool = Tr
     if guessed is not None:
         try:
             trial = run_trial(model, guessed, stack=anatomy.stack, parts=parts)
-        except Exception as error:  # foreign code on data that we made up: anything may happen
+        except Exception as error:  # foreign code on made-up data can raise anything
             reason = f"{type(error).__name__}: {error}"
         else:
             return _checked(trial, anatomy)
@@ -147,7 +147,7 @@ def _checked(trial: Trial, anatomy: Anatomy) -> Trial:
 def _holders(
     model: nn.Module, anatomy: Anatomy, num_stages: int, trial: Trial | None
 ) -> dict[str, frozenset[int]]:
-    """Return for each part beside the blocks the stages that need it."""
+    """Return the stages that need each part outside of the stack."""
     everyone = frozenset(range(num_stages))
     front, behind = frozenset({0}), frozenset({num_stages - 1})
     holders = {}
@@ -171,14 +171,16 @@ def _times(trial: Trial | None, part: str) -> set[int]:
 
 
 def _wished(wishes: Wishes, parts: Sequence[str], num_stages: int) -> dict[str, frozenset[int]]:
-    """Return the stages at which the caller wants parts."""
+    """Return the stages on which the caller places parts."""
     everyone = frozenset(range(num_stages))
     meant = {"first": frozenset({0}), "last": frozenset({num_stages - 1}), "everywhere": everyone}
     wished: dict[str, frozenset[int]] = {}
     for argument, names in wishes.items():
         for name in names:
             if name not in parts:
-                raise ValueError(f"{argument} names {name!r}, which is no module beside the blocks: {parts}")
+                raise ValueError(
+                    f"{argument} names {name!r}, which is not a module outside of the blocks: {parts}"
+                )
             wished[name] = wished.get(name, frozenset()) | meant[argument]
     return wished
 
@@ -206,16 +208,16 @@ def _split_blocks(model: nn.Module, anatomy: Anatomy, num_stages: int, balance: 
 
 
 def _only_front(model: nn.Module, holders: Mapping[str, frozenset[int]]) -> str:
-    """Return the part before the blocks if it is the only one: its output is taken to go to the blocks."""
+    """Return the part before the blocks if there is only one; its output is assumed to feed the blocks."""
     front = [name for name, held in holders.items() if 0 in held and _has_parameters_of_its_own(model, name)]
     return front[0] if len(front) == 1 else ""
 
 
 def can_cut_unseen(model: nn.Module, num_stages: int, sample: Any) -> bool:
-    """Return whether `cut_model` makes stages without a sample that are right for one.
+    """Return whether `cut_model` without a sample makes the stages that it would make with this one.
 
     Args:
-        model: The model, which stays as it is.
+        model: The model, which is not changed.
         num_stages: The number of stages.
         sample: Data as its forward takes it; its values do not matter.
     """
@@ -223,21 +225,21 @@ def can_cut_unseen(model: nn.Module, num_stages: int, sample: Any) -> bool:
         anatomy = dissect(model)
         _split_blocks(model, anatomy, num_stages, "uniform")
         guessed = _try(model, anatomy, None, is_final=False)
-        # Where the sample has the argument alone that is guessed, a second trial run would show the same.
+        # If the sample has only the guessed argument, a second trial run would give the same result.
         is_alone = isinstance(sample, Mapping) and list(sample) == [_first_argument(model)]
         trial = guessed if guessed and is_alone else _try(model, anatomy, sample)
         unseen = _holders(model, anatomy, num_stages, guessed)
         feeding = guessed.feeding if guessed else _only_front(model, unseen)
-    except Exception:  # of foreign code on fake tensors, or a model that cannot be cut
+    except Exception:  # from foreign code on fake tensors, or a model that cannot be cut
         return False
     assert trial is not None, "with a sample there is a trial, or an error"
-    # A part that is taken to feed the blocks stands for its result by what they receive.
+    # The placeholder of a part that feeds the blocks returns a tensor of the shape of their input.
     feeds = not feeding or feeding in trial.fitting
     return feeds and unseen == _holders(model, anatomy, num_stages, trial)
 
 
 def is_parameter(model: nn.Module, name: str) -> bool:
-    """Say whether the name is that of a parameter rather than of a module."""
+    """Return whether a name is a parameter's rather than a module's."""
     parent, _, key = name.rpartition(".")
     return key in model.get_submodule(parent)._parameters
 
@@ -271,21 +273,21 @@ def cut_model(
     """Return the stages of a model that this rank holds; the rest of the model loses its memory.
 
     Every rank calls it with the same model, on the device "meta" or with memory, and the same arguments but
-    `stages`. Which parts run before and which after the blocks is seen in a trial run on fake tensors. Where
-    there can be none (the data is of an unknown kind, or layers are tensor-parallel), it is taken from the
-    order in which they are registered, and a stage that is wrong about it says so when it runs.
+    `stages`. A trial run on fake tensors shows which parts run before and which after the blocks. If it is
+    not possible (the data is of an unknown kind, or layers are tensor-parallel), the order of registration is
+    used instead, and a stage for which it is wrong raises an error when it runs.
 
-    Parameters keep their names. One that a container of the blocks holds itself (a class token) is on every
-    stage. See `tied_parameters` for those on several stages.
+    Parameters keep their names. A parameter that belongs to a container of the blocks (a class token) is on
+    every stage. See `tied_parameters` for parameters on several stages.
 
     Args:
-        model: A module with a stack of blocks; it is changed and of no use afterwards.
+        model: A module with a stack of blocks; it is changed and cannot be used afterwards.
         num_stages: The number of stages, over all ranks and chunks.
         stages: The stages of this rank, ascending.
         balance: "uniform" by the number of blocks; "parameters" by those of the blocks and, in the first and
-            last stage, of the parts before and behind; or a weight for each block.
+            last stage, of the parts before and after them; or a weight for each block.
         stack: The name of the `nn.ModuleList` or `nn.Sequential` of blocks; by default the longest one.
-        first: Names of parts that the first stage shall hold, whatever the trial says.
+        first: Names of parts to place on the first stage, whatever the trial run shows.
         last: The same for the last stage.
         everywhere: The same for all stages.
         sample: Data for the trial run, as the loader gives it; its values do not matter.
@@ -294,8 +296,8 @@ def cut_model(
         A `ModelStage`, or several as a `ChunkList`.
 
     Raises:
-        ValueError: The model has no stack of blocks, fewer blocks than stages, a part that runs between the
-            blocks, or blocks that take more than what the one before returns; or an argument is wrong.
+        ValueError: `model` has no stack of blocks, fewer blocks than stages, a part that runs between the
+            blocks, or blocks that take more than the output of the one before; or an argument is wrong.
     """
     _check(model, num_stages, stages)
     wishes = {"first": first, "last": last, "everywhere": everywhere}
@@ -316,7 +318,7 @@ def _check(model: nn.Module, num_stages: int, stages: Sequence[int]) -> None:
 
 
 def _stage(model: nn.Module, cut: StageCut, index: int, ties: Sequence[Tie]) -> ModelStage:
-    """Make a stage: copies of the containers around the parts themselves, or stand-ins for them."""
+    """Make a stage: copies of the containers, with the stage's parts, and placeholders for the others."""
     flow = StageFlow()
     anatomy = cut.anatomy
     own = anatomy.block_names[slice(*cut.blocks[index])]
@@ -355,7 +357,7 @@ def _stand_in(model: nn.Module, cut: StageCut, name: str, flow: StageFlow) -> nn
 
 
 def _shallow_copy(module: nn.Module) -> nn.Module:
-    """Return a module of the same class with the same sub-modules, which can be exchanged in the copy."""
+    """Return a module of the same class with the same sub-modules, which can be replaced in the copy."""
     copied = module.__class__.__new__(module.__class__)
     for name, value in vars(module).items():
         own = value.copy() if isinstance(value, dict | set) else value
@@ -364,7 +366,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
 
 
 def _forget_others(model: nn.Module, cut: StageCut, stages: set[int]) -> None:
-    """Take the memory of all parts that none of these stages holds."""
+    """Free the memory of all parts that none of these stages holds."""
     stack = cut.anatomy.stack
     parts = [f"{stack}.{key}" for key in cut.anatomy.block_names]
     parts += [name for name in cut.anatomy.parts if not is_parameter(model, name)]
@@ -372,7 +374,7 @@ def _forget_others(model: nn.Module, cut: StageCut, stages: set[int]) -> None:
     held = {id(module) for name in kept for module in model.get_submodule(name).modules()}
     for name in set(parts) - set(kept):
         for module in model.get_submodule(name).modules():
-            if id(module) not in held:  # a module may be a part of two
+            if id(module) not in held:  # a module can belong to two parts
                 _forget(module)
 
 

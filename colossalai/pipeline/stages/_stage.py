@@ -1,7 +1,7 @@
-"""Stages: what the executor calls with what the stage before returned, and with the data of a microbatch.
+"""Pipeline stages: modules called with the output of the stage before and the data of a microbatch.
 
-A stage is a module cut by hand, or one that says itself how it runs (`PipelineStage`), or a whole model in
-which stand-ins take the place of what other stages hold (`ModelStage`, made by `cut_model`).
+A stage is a module cut by hand, a module with its own stage interface (`PipelineStage`), or a whole model
+with placeholders for the parts of other stages (`ModelStage`, made by `cut_model`).
 """
 
 import inspect
@@ -17,9 +17,9 @@ from colossalai.tensor import is_own_attribute
 
 
 class PipelineStage(nn.Module, ABC):
-    """A part of a model that says itself how it runs as a stage.
+    """A part of a model with its own stage interface.
 
-    The names of its parameters are those that they have in the whole model.
+    Its parameters have their names in the whole model.
     """
 
     @abstractmethod
@@ -27,12 +27,12 @@ class PipelineStage(nn.Module, ABC):
         """Run the stage.
 
         Args:
-            received: What the stage before returned, a tensor or a tuple, list or dict of tensors; None on
+            received: The output of the stage before, a tensor or a tuple, list or dict of tensors; None on
                 the first stage.
             data: The data of the microbatch as the loader gave it, the same on every stage.
 
         Returns:
-            What the next stage receives; on the last stage, the output of the model.
+            The input of the next stage; on the last stage, the output of the model.
         """
 
 
@@ -40,14 +40,14 @@ _VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def caller_of(chunk: nn.Module, *, is_first: bool) -> Callable[[Any, Any], Any]:
-    """Return a function of (received, data) that runs a stage.
+    """Return a function of (received, data) that calls a stage.
 
     A `PipelineStage` is called with both. Any other module is called with
 
     - on the first stage, the data: the entries of a dict as keyword arguments, those of a tuple or list as
       positional arguments, anything else as the only argument;
-    - on later stages, what was received, in the same way; and where the data is a dict, with those of its
-      entries that `forward` names and that have no value yet (with all, if it takes `**kwargs`).
+    - on later stages, the received value, in the same way; and if the data is a dict, those of its entries
+      that `forward` names and that have no value yet (all, if it takes `**kwargs`).
 
     Args:
         chunk: The stage; it may have methods around it (data parallelism).
@@ -82,7 +82,7 @@ def as_arguments(data: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 
 
 def _missing(signature: inspect.Signature, received: Any, data: Any) -> dict[str, Any]:
-    """Return the entries of the data that a forward takes besides what was received."""
+    """Return the entries of the data that a forward takes in addition to the received value."""
     if not isinstance(data, Mapping):
         return {}
     args, kwargs = as_arguments(received)
@@ -95,7 +95,7 @@ def _missing(signature: inspect.Signature, received: Any, data: Any) -> dict[str
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    """Look through modules that pass all they are given to the one that they are around."""
+    """Return the innermost module of wrappers that pass all their arguments on."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         kinds = {parameter.kind for parameter in inspect.signature(module.forward).parameters.values()}
         if not kinds <= set(_VARIADIC):
@@ -105,12 +105,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 
 
 class StageEnd(BaseException):
-    """Ends the forward of a model behind the last block of a stage.
+    """Ends the forward of a model after the last block of a stage.
 
-    Not an `Exception`: code that handles those lets it through.
+    It is not an `Exception`, so that code which handles those does not catch it.
 
     Args:
-        output: What the block returned.
+        output: Output of the block.
     """
 
     def __init__(self, output: Any) -> None:
@@ -120,10 +120,10 @@ class StageEnd(BaseException):
 
 @dataclass
 class StageFlow:
-    """What the stand-ins of one stage know during its forward.
+    """State of a stage's forward, read by its placeholders.
 
     Attributes:
-        received: What the block before the first one of this stage has returned; None outside of a forward.
+        received: Output of the block before the first one of this stage; None outside of a forward.
         has_reached_blocks: Whether a block of this stage has been called.
     """
 
@@ -133,10 +133,10 @@ class StageFlow:
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter that several stages hold a copy of, and whose gradients are to be summed over them.
+    """A parameter with a copy on several stages, whose gradients are summed over them.
 
     Attributes:
-        names: All its names in the whole model; a stage may know it by some of them only.
+        names: All its names in the whole model; a stage can have only some of them.
         stages: The stages that hold it, in ascending order.
     """
 
@@ -145,14 +145,14 @@ class Tie:
 
 
 class PartOfStack(nn.ModuleList):
-    """The blocks of a stage in the place of all blocks of the model; theirs are the numbers in the whole.
+    """The blocks of a stage, numbered as in the whole model, in place of the model's stack.
 
-    Sub-modules are the own blocks only. Whoever iterates over it or indexes it, as the model's forward does,
-    finds all blocks, those of other stages as stand-ins.
+    Its sub-modules are the stage's own blocks only. Iteration and indexing, as in the model's forward, give
+    all blocks, with placeholders for the blocks of other stages.
 
     Args:
         blocks: All blocks, by name in the stack, in order.
-        own: The names of the own ones.
+        own: Names of the stage's own blocks.
     """
 
     def __init__(self, blocks: Mapping[str, nn.Module], own: Sequence[str]) -> None:
@@ -172,7 +172,7 @@ class PartOfStack(nn.ModuleList):
         return list(chosen) if isinstance(index, slice) else chosen
 
     def forward(self, received: Any) -> Any:
-        """Call all blocks one after the other, as the `nn.Sequential` does that may stand in this place."""
+        """Call all blocks in sequence; for a stack that is an `nn.Sequential`."""
         for block in self._all_blocks:
             received = block(received)
         return received
@@ -181,16 +181,16 @@ class PartOfStack(nn.ModuleList):
 class ModelStage(PipelineStage):
     """One stage of a model that was not written for pipelines; see `cut_model`.
 
-    Its sub-modules and parameters are those of the model that this stage holds, under their names in the
-    whole model; other attributes (`config`) are those of the model.
+    Its sub-modules and parameters are the model's parts on this stage, under their names in the whole model;
+    other attributes (`config`) are those of the model.
 
     Args:
-        model: The model, with stand-ins for what other stages hold.
-        flow: What the stand-ins share.
-        index: The number of the stage.
+        model: The model, with placeholders for the parts on other stages.
+        flow: State of the forward, shared with the placeholders.
+        index: The index of the stage.
         num_stages: The number of stages of the model.
         last_block: The name of the last block of this stage.
-        ties: The parameters of this stage that other stages hold, too.
+        ties: The parameters of this stage that are also on other stages.
     """
 
     def __init__(
@@ -212,13 +212,13 @@ class ModelStage(PipelineStage):
         self._flow = flow
         self._no_cache = _takes_cache(model)
         object.__setattr__(self, "_model", model)
-        # The same dictionaries: this is how the parts of the model are named without a prefix.
+        # The same dictionaries as the model's, so that names in this module have no prefix.
         for held in ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set"):
             object.__setattr__(self, held, getattr(model, held))
 
     @property
     def model(self) -> nn.Module:
-        """The model with stand-ins for what other stages hold; it shares its modules with this stage."""
+        """The model with placeholders for the parts on other stages; it shares its modules with this one."""
         model: nn.Module = self.__dict__["_model"]
         return model
 
@@ -227,7 +227,7 @@ class ModelStage(PipelineStage):
             return super().__getattr__(name)
         except AttributeError:
             model = self.__dict__.get("_model")
-            if model is None:  # it is being copied
+            if model is None:  # during a copy
                 raise
             return getattr(model, name)
 
@@ -247,7 +247,7 @@ class ModelStage(PipelineStage):
             delattr(self.model, name)
 
     def train(self, mode: bool = True) -> "ModelStage":
-        """Set training mode, also of the model itself, which is no sub-module."""
+        """Set training mode, also of the model itself, which is not a sub-module."""
         super().train(mode)
         self.__dict__["_model"].training = mode
         return self
@@ -256,20 +256,19 @@ class ModelStage(PipelineStage):
         """Run the model up to the last block of this stage; on the last stage, to its end.
 
         Args:
-            received: What the stage before returned; None on the first stage.
+            received: The output of the stage before; None on the first stage.
             data: The data of the microbatch: a dict of keyword arguments of the model, a tuple of
                 positional ones, or the first argument. The same on every stage.
 
         Returns:
-            What the last block of the stage returns, as `pack` puts it; on the last stage what the model
-            returns.
+            The output of the stage's last block, as packed by `pack`; on the last stage the model's output.
 
         Raises:
-            RuntimeError: The forward of the model has not come to the last block of this stage.
+            RuntimeError: The forward of the model has not reached the last block of this stage.
             ValueError: A block returns an object that cannot be sent to the next stage.
         """
         args, kwargs = as_arguments(data)
-        if self._no_cache:  # of keys and values, for generation: it would hold this stage's only
+        if self._no_cache:  # a cache of keys and values for generation would be of this stage only
             kwargs.setdefault("use_cache", False)
         self._flow.received = unpack(received)
         try:
@@ -288,8 +287,8 @@ class ModelStage(PipelineStage):
 
 
 def _takes_cache(model: nn.Module) -> bool:
-    """Return whether a forward can be told to keep no keys and values for generation."""
-    base_of = getattr(model, "get_base_model", None)  # of adapters, whose forward hands it on
+    """Return whether a forward has an argument that switches its cache of keys and values off."""
+    base_of = getattr(model, "get_base_model", None)  # of adapters, whose forward passes the argument on
     return any(
         "use_cache" in inspect.signature(each.forward).parameters
         for each in (model, *(() if base_of is None else (base_of(),)))
@@ -297,13 +296,13 @@ def _takes_cache(model: nn.Module) -> bool:
 
 
 def tied_parameters(model: nn.Module) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
-    """Return the parameters of cut models that other stages hold, too, each with all stages that hold it.
+    """Return the parameters of a cut model that are also on other stages, with all stages of each.
 
-    All stages that share a parameter find it in the same order. Parameters are looked up by name now: they
-    may have been replaced since the model was cut.
+    All stages that share a parameter return it in the same order. Parameters are looked up by name at the
+    call, since they may have been replaced after the cut.
 
     Args:
-        model: What `cut_model` returned, or any other module, which has none.
+        model: The result of `cut_model`, or any other module, which has none.
     """
     found: dict[Tie, nn.Parameter] = {}
     for stage in model.modules():
@@ -320,24 +319,24 @@ def end_stage(module: nn.Module, args: Any, output: Any) -> None:
 
 
 class NoteBlocks:
-    """The forward pre-hook of a stage's first block: tells the stand-ins that the blocks have been reached.
+    """The forward pre-hook of a stage's first block: it marks the blocks as reached.
 
     Args:
-        flow: What the stand-ins share.
+        flow: State of the forward, shared with the placeholders.
     """
 
     def __init__(self, flow: StageFlow) -> None:
         self._flow = flow
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Note it."""
+        """Set `has_reached_blocks`."""
         self._flow.has_reached_blocks = True
 
 
 def pack(output: Any, *, block: str) -> Any:
-    """Return what a block has returned as a message to the next stage.
+    """Return the output of a block as a message to the next stage.
 
-    Tensors go as they are, and so do tuples and dicts of them; a tuple that holds None becomes a dict.
+    Tensors are sent unchanged, and so are tuples and dicts of them; a tuple with None becomes a dict.
 
     Raises:
         ValueError: `output` is neither a tensor nor a tuple or dict of tensors.
@@ -355,7 +354,7 @@ def pack(output: Any, *, block: str) -> Any:
 
 
 def unpack(received: Any) -> Any:
-    """Return what the block has returned, from the message that `pack` made of it."""
+    """Return the output of the block from the message of `pack`."""
     if isinstance(received, list):
         return tuple(received)
     if isinstance(received, dict) and "/" in next(iter(received)):

@@ -1,7 +1,7 @@
-"""Weights that several stages share, say of the embedding and the head of a language model.
+"""Weights that several stages share, such as the embedding and the head of a language model.
 
-Each of the stages holds a parameter of its own. They are made equal once; as each step sums their gradients
-(`sync_shared_grads`) and their optimizers do the same to each, they stay equal, bit for bit.
+Each stage holds its own copy of the parameter. The copies are made equal once; each step sums their gradients
+(`sync_shared_grads`) and their optimizers update them alike, so they stay equal, bit for bit.
 """
 
 import itertools
@@ -22,14 +22,14 @@ _numbers = itertools.count()
 
 @dataclass
 class Share:
-    """What a shared parameter carries.
+    """Record of a shared parameter, stored on it.
 
     Attributes:
         axis: The ranks that share it; the first one is its owner.
-        number: Orders the shared parameters of this process; the ranks that share several registered them in
-            the same order.
-        summed: The gradient that was last summed, and its version then; None before the first time. It is
-            not kept alive: of an embedding it may be the largest tensor of a rank.
+        number: Position among the shared parameters of this process; the ranks that share several register
+            them in the same order.
+        summed: The gradient that was last summed (a weak reference), and its version then; None before the
+            first time. An embedding's gradient can be the largest tensor of a rank.
     """
 
     axis: Axis
@@ -40,9 +40,9 @@ class Share:
 class PipelineSharedModuleWrapper:
     """Shares parameters among pipeline ranks: equal at first, gradients summed in every step.
 
-    Every rank of the pipeline may build it; only the ranks named take part, and those all register the same
-    number of parameters of the same shapes in the same order. One wrapper for each set of ranks. Parameters
-    that are shared within one rank need none: use the same module or parameter there.
+    Every rank of the pipeline may build it; only the named ranks take part, and all of them register the same
+    number of parameters of the same shapes in the same order. Use one wrapper for each set of ranks.
+    Parameters shared within one rank need none: use the same module or parameter there.
 
     Args:
         pipeline_ranks: The ranks along the pipeline axis; duplicates count once.
@@ -56,12 +56,12 @@ class PipelineSharedModuleWrapper:
         self._axis = shared_axis(global_context.axis(ParallelMode.PIPELINE), ranks)
 
     def register_module(self, module: nn.Module) -> None:
-        """Share all parameters of a module; collective over the ranks named."""
+        """Share all parameters of a module; collective over the named ranks."""
         for param in module.parameters():
             self.register_parameter(param)
 
     def register_parameter(self, param: nn.Parameter) -> None:
-        """Share a parameter, whose value becomes that of the first rank; collective over the ranks named.
+        """Share a parameter, with the value of the first rank; collective over the named ranks.
 
         Raises:
             ValueError: The parameter has no memory yet, or is shared already.
@@ -71,7 +71,7 @@ class PipelineSharedModuleWrapper:
 
 
 def shared_axis(pipeline: Axis, ranks: Iterable[int]) -> Axis | None:
-    """Return the axis of some ranks of a pipeline; None on other ranks, and where there is one only.
+    """Return the axis of some ranks of a pipeline; None on other ranks, and for a single rank.
 
     Args:
         pipeline: The axis of the pipeline.
@@ -111,18 +111,18 @@ def share_parameter(param: nn.Parameter, axis: Axis) -> None:
 
 
 def share_of(param: torch.Tensor) -> Share | None:
-    """Return how a parameter is shared, None if it is not."""
+    """Return the record of a shared parameter; None for others."""
     return getattr(param, PIPELINE_SHARE, None)
 
 
 def is_shared_copy(param: torch.Tensor) -> bool:
-    """Return whether another rank of the pipeline owns the parameter, where norms and numbers count it."""
+    """Return whether another rank of the pipeline owns the parameter, and counts it in norms and numbers."""
     share: Share | None = getattr(param, PIPELINE_SHARE, None)
     return share is not None and share.axis.rank > 0
 
 
 def is_counted(param: torch.Tensor) -> bool:
-    """Return whether this rank counts a parameter in norms: another one does if that owns it."""
+    """Return whether this rank counts a parameter in norms; the owner of a shared one does."""
     share: Share | None = getattr(param, PIPELINE_SHARE, None)
     return share is None or share.axis.rank == 0
 
@@ -130,10 +130,10 @@ def is_counted(param: torch.Tensor) -> bool:
 def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
     """Sum the gradients of shared parameters over the ranks that share them, in place.
 
-    Collective; one all-reduce for each shared parameter. A gradient that is missing counts as zero.
+    Collective; one all-reduce for each shared parameter. A missing gradient counts as zero.
 
-    A second call before gradients have changed does nothing: who is not sure that it was called may call it.
-    Between two calls either all of the ranks have a new backward or `zero_grad`, or none.
+    A second call before gradients have changed does nothing, so it is safe to repeat. Between two calls
+    either all of the ranks have a new backward or `zero_grad`, or none.
 
     Args:
         params: All parameters of this rank, in any order.

@@ -1,7 +1,7 @@
-"""A trial run of a model on fake tensors: which parts does its forward use before its blocks, which after?
+"""Trial run of a model on fake tensors, which shows the parts used before and after its blocks.
 
-Nothing is computed and no memory taken. The order in which modules were registered does not say it: OPT
-registers its last norm before the blocks.
+It computes nothing and takes no memory. The order of registration does not show it: OPT registers its last
+norm before the blocks.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,15 +23,15 @@ _IMAGES = ("pixel_values", "images", "image", "x")
 
 @dataclass(frozen=True)
 class Trial:
-    """What a trial run has shown.
+    """Result of a trial run.
 
     Attributes:
-        used_at: For each parameter, by each of its names, when it is used outside of its own block: after how
-            many blocks; 0 is before the first one. A parameter of a part that is not used has no entry.
-        feeding: The part that returned the very tensor which the first block takes; empty if none did.
-        skipped_over: Blocks that take what a block before the last one has returned, both by number.
-        repeated: Blocks that run again behind themselves or a later one, by number.
-        fitting: The parts that returned a tensor of the shape of the one which the first block takes.
+        used_at: For each parameter, by each of its names, the times of its uses outside of its own block: the
+            number of blocks before them, 0 before the first one. Parameters of unused parts have no entry.
+        feeding: The part that returned the same tensor that the first block takes; empty if none did.
+        skipped_over: Blocks that take the output of a block earlier than the previous one, both by index.
+        repeated: Blocks that run again after themselves or a later one, by index.
+        fitting: The parts that returned a tensor of the shape of the first block's input.
     """
 
     used_at: Mapping[str, frozenset[int]]
@@ -48,7 +48,7 @@ def run_trial(model: nn.Module, sample: Any, *, stack: str, parts: Sequence[str]
         model: The model, on any device, the meta device included.
         sample: Data as the loader gives it: a tensor, a tuple of arguments or a dict of keyword arguments.
         stack: The name of its stack of blocks.
-        parts: The names of the modules beside the stack whose outputs are watched.
+        parts: The names of the modules outside of the stack whose outputs are recorded.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
 
@@ -64,7 +64,7 @@ def run_trial(model: nn.Module, sample: Any, *, stack: str, parts: Sequence[str]
 
 
 def can_try(model: nn.Module) -> bool:
-    """Say whether a trial run is possible: one of tensor-parallel layers would communicate."""
+    """Return whether a trial run is possible; tensor-parallel layers would communicate."""
     return all(_is_whole(param) for param in model.parameters())
 
 
@@ -72,8 +72,8 @@ def guess_sample(model: nn.Module, argument: str) -> Any:
     """Return data for a trial run of a model that takes token ids or images, None if it is of neither kind.
 
     Args:
-        model: The model; for images, its `config` says their size.
-        argument: The first argument of its forward, or the one its class calls the main input.
+        model: The model; for images, with their size in its `config`.
+        argument: The first argument of its forward, unless its class names a main input.
     """
     name = getattr(model, "main_input_name", argument)
     if name in _IDS:
@@ -88,19 +88,19 @@ def guess_sample(model: nn.Module, argument: str) -> Any:
 
 @dataclass
 class _Progress:
-    """Where a forward is.
+    """Progress of a forward.
 
     Attributes:
-        num_done: How many blocks have been called and have returned.
-        running: The number of the block that runs, None between blocks.
+        num_done: Number of blocks that have been called and have returned.
+        running: The index of the running block, None between blocks.
         producers: By the identity of a tensor, the last block that returned it.
         skipped_over: See `Trial`.
         repeated: See `Trial`.
-        outputs: By the identity of a tensor, the watched part that returned it.
-        shapes: By the name of a watched part, the shape of what it returned.
+        outputs: By the identity of a tensor, the recorded part that returned it.
+        shapes: By the name of a recorded part, the shape of its output.
         feeding: See `Trial`.
         fitting: See `Trial`.
-        kept: Keeps tensors alive, so that no two have the same identity.
+        kept: References to tensors, so that no two of them have the same identity.
     """
 
     num_done: int = 0
@@ -116,12 +116,12 @@ class _Progress:
 
 
 class _Watch(TorchDispatchMode):
-    """Sees every operation on parameters, and every call of a block.
+    """Records every operation on parameters, and every call of a block.
 
     Args:
         twin: The model on fake tensors.
         blocks: Its blocks.
-        parts: Names of the modules whose outputs are watched.
+        parts: Names of the modules whose outputs are recorded.
     """
 
     def __init__(self, twin: nn.Module, blocks: Sequence[Any], parts: Sequence[str]) -> None:
@@ -140,7 +140,7 @@ class _Watch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation; note the parameters that it takes, unless it only asks for a property."""
+        """Run an operation and record its parameters, unless it only reads a property."""
         if func.namespace == "c10d":
             raise RuntimeError(f"the forward communicates ({func}), which a trial run on fake tensors cannot")
         result = func(*args, **(kwargs or {}))
@@ -151,7 +151,7 @@ class _Watch(TorchDispatchMode):
         return result
 
     def result(self) -> Trial:
-        """Return what was seen."""
+        """Return the result of the trial run."""
         seen = self._progress
         used_at = {name: frozenset(at) for name, at in self._used_at.items()}
         return Trial(
@@ -162,7 +162,7 @@ class _Watch(TorchDispatchMode):
         progress = self._progress
         if self._home_of.get(id(param), -1) != progress.running or progress.running is None:
             at = self._used_at.setdefault(self._names[id(param)], set())
-            # A block uses a parameter that is not its own: as if it were used before and after it.
+            # A block that uses a parameter of another part counts as a use before and after it.
             at.add(progress.num_done)
             if progress.running is not None:
                 at.add(progress.num_done + 1)
@@ -208,7 +208,7 @@ class _Watch(TorchDispatchMode):
 
 
 def _untie(module: nn.Module) -> None:
-    """Give every name a parameter of its own, so that each use says which of the names is used."""
+    """Give every name its own parameter, so that each use identifies the name."""
     for part in module.modules():
         for name, param in part._parameters.items():
             if param is not None:
@@ -229,15 +229,15 @@ _CHAINS = (nn.ModuleList.forward, nn.Sequential.forward)
 
 @dataclass(frozen=True)
 class Anatomy:
-    """How a model is laid out around its stack of blocks.
+    """Layout of a model around its stack of blocks.
 
     Attributes:
         stack: The name of the stack.
         block_names: The names of the blocks in the stack ("0", "1", ...).
         containers: The names of the modules that contain the stack, the model itself ("") first.
-        before: The names of the parts beside the stack that are registered before it: modules that are
+        before: The names of the parts outside of the stack that are registered before it: modules that are
             children of a container, and parameters that are a container's own.
-        behind: The same of those registered after it.
+        behind: The same for the parts registered after it.
     """
 
     stack: str
@@ -253,12 +253,12 @@ class Anatomy:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All parts beside the stack."""
+        """All parts outside of the stack."""
         return self.before + self.behind
 
 
 def dissect(model: nn.Module, stack: str | None = None) -> Anatomy:
-    """Find the stack of blocks of a model and what lies beside it.
+    """Find the stack of blocks of a model and the parts around it.
 
     Args:
         model: The model.

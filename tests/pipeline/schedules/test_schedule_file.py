@@ -40,8 +40,8 @@ def test_a_file_by_hand(tmp_path):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: '1X0' is no action; write the stage, one of F, B, I, W"),
-        ("0F0,,0SEND_F0\n", "row 1, column 3: '0SEND_F0' is no action"),
+        ("0F0,0B0\n1F0,1X0\n", "row 2, column 2: '1X0' is not an action; write the stage, one of F, B, I, W"),
+        ("0F0,,0SEND_F0\n", "row 1, column 3: '0SEND_F0' is not an action"),
         ("0F0,0B0\n,\n1F0,1B0\n", "row 2 has no action"),
         ("0F0,0B0\n1F0,1B0,0F1\n", "row 2: 0F1 is on stage 0, which row 1 has"),
         ("0F0,0B0\n2F0,2B0\n", "has stage 2, but no row has stage 1"),

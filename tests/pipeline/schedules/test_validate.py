@@ -36,8 +36,8 @@ def _of_two_ranks(*rows, num_microbatches=1):
         (("0F0 0B0 1B0", "1F0"), "1B0 (rank 0, position 2) is on the wrong rank: stage 1 is on rank 1"),
         (("0F0 0B0 2F0", "1F0 1B0"), "2F0 (rank 0, position 2) names a stage that is not one of 0 to 1"),
         (("0F0 0F1 0B0", "1F0 1B0"), "0F1 (rank 0, position 1) names a microbatch that is not one of 0 to 0"),
-        (("0B0 0F0", "1F0 1B0"), "0B0 stands before 0F0 on rank 0 (positions 0 and 1), but needs it"),
-        (("0F0 0B0", "1F0 1W0 1I0"), "1W0 stands before 1I0 on rank 1 (positions 1 and 2), but needs it"),
+        (("0B0 0F0", "1F0 1B0"), "0B0 comes before 0F0 on rank 0 (positions 0 and 1), but needs it"),
+        (("0F0 0B0", "1F0 1W0 1I0"), "1W0 comes before 1I0 on rank 1 (positions 1 and 2), but needs it"),
     ],
 )
 def test_what_is_wrong_is_named(rows, message):
@@ -46,15 +46,15 @@ def test_what_is_wrong_is_named(rows, message):
 
 def test_a_v_is_in_order_on_its_rank():
     row = [parse(cell) for cell in ("2F0", "1F0", "2I0", "2W0", "1I0", "1W0")]
-    _refused(with_row(zb_v(2, 1), 1, row), "2F0 stands before 1F0 on rank 1 (positions 0 and 1)")
+    _refused(with_row(zb_v(2, 1), 1, row), "2F0 comes before 1F0 on rank 1 (positions 0 and 1)")
 
 
 def test_a_deadlock_says_who_waits_for_what():
     schedule = _of_two_ranks("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1", num_microbatches=2)
     _refused(
         schedule,
-        "schedule 'by hand' deadlocks: rank 0 waits at position 1 (0B0) for 1B0, which stands at position 2 "
-        "of rank 1; rank 1 waits at position 1 (1F1) for 0F1, which stands at position 2 of rank 0",
+        "schedule 'by hand' deadlocks: rank 0 waits at position 1 (0B0) for 1B0, which is at position 2 "
+        "of rank 1; rank 1 waits at position 1 (1F1) for 0F1, which is at position 2 of rank 0",
     )
 
 

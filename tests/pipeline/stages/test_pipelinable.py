@@ -135,7 +135,7 @@ def test_nothing_is_recorded_outside():
 @pytest.mark.parametrize(
     ("seq", "message"),
     [
-        (["conv", "fd"], "exec_seq names 'fd', which is no module of the model; there are .*'fc', 'conv'"),
+        (["conv", "fd"], "exec_seq names 'fd', which is not a module of the model; there are .*'fc', 'conv'"),
         ([(torch.relu, "behind"), "fc"], "follows the layer"),
         (["fc", (torch.relu, "front")], "needs a layer"),
         (["fc", (torch.relu, "after")], "placed at 'after'"),
