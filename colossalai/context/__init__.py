@@ -1,4 +1,4 @@
-"""The place of a job: its config, its mesh of ranks, its random states, and how processes meet."""
+"""The context of a job: its config, its mesh of ranks, its random states, and the launch."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -72,4 +72,4 @@ from colossalai.context._supervision import is_in_job as is_in_job
 from colossalai.context._supervision import is_watched as is_watched
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that do not exist yet

@@ -1,4 +1,4 @@
-"""Checks of single config values; an error names the key, the value and what is allowed."""
+"""Checks of single config values; an error names the key, the value and the allowed values."""
 
 import functools
 import inspect
@@ -16,11 +16,11 @@ def check_mapping(value: Any, key: str, *, example: str) -> None:
 
 
 def check_keys(value: Mapping[str, Any], known: Sequence[str], key: str) -> None:
-    """Require that every key is a known one; suggest the nearest where it is not."""
+    """Require that every key is known; the error suggests the nearest known one."""
     for name in value:
         if name not in known:
             raise ConfigException(
-                f"{key} has no key {name!r}{_suggestion(name, known)}; it knows {list(known)}"
+                f"{key} has no key {name!r}{_suggestion(name, known)}; its keys are {list(known)}"
             )
 
 
@@ -55,7 +55,7 @@ def _suggestion(name: Any, known: Iterable[str]) -> str:
 
 
 def _shown(value: Any) -> str:
-    """Return a value for a message; Python refuses to print integers of thousands of digits."""
+    """Return a value for a message; Python refuses to print integers with thousands of digits."""
     is_huge = isinstance(value, int) and value.bit_length() > 128
     return f"an integer of {value.bit_length()} bits" if is_huge else repr(value)
 
@@ -67,12 +67,12 @@ R = TypeVar("R")
 class UnknownArgumentError(TypeError, ValueError):
     """A keyword argument that a function does not have.
 
-    A TypeError as Python raises it, and a ValueError as every mistake at a door is one.
+    A TypeError as raised by Python, and a ValueError like every mistake of a user.
     """
 
 
 def names_arguments(function: Callable[P, R]) -> Callable[P, R]:
-    """Let a function say of keyword arguments that it does not have which are meant, and which it has.
+    """Wrap a function so that an unknown keyword argument raises an error with the known ones.
 
     Args:
         function: A function or method without `**kwargs`.

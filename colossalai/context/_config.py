@@ -1,9 +1,9 @@
-"""The configuration: a dict with attribute access at every depth, from a file or from a dict.
+"""Configuration: a dict with attribute access at every depth, from a file or from a dict.
 
-Values of it may be said on the command line, `colossalai run --set fp16.mode=bf16`. Such overrides reach
-every rank in one environment variable, COLOSSALAI_CONFIG_SET, which holds the words as a shell would write
-them: COLOSSALAI_CONFIG_SET="fp16.mode=bf16 clip_grad_norm=1.0". So they also work with torchrun, srun and
-mpirun, and on several hosts. `launch` puts them over the config that it is given.
+Values can be set on the command line, `colossalai run --set fp16.mode=bf16`. Such overrides reach every rank
+in one environment variable, COLOSSALAI_CONFIG_SET, as words in shell syntax:
+COLOSSALAI_CONFIG_SET="fp16.mode=bf16 clip_grad_norm=1.0". So they also work with torchrun, srun and mpirun,
+and on several hosts. `launch` applies them to the config that it is given.
 """
 
 import ast
@@ -35,30 +35,30 @@ _OPENING = ("[", "{", "(", '"', "'")
 
 
 def nearest(name: Any, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known name that looks most like `name`, if any does."""
+    """Return the known name that is most similar to `name`, or None."""
     matches = difflib.get_close_matches(str(name), [*known], n=1, cutoff=cutoff)
     return matches[0] if matches else None
 
 
 def read_json(path: Path) -> Any:
-    """Return what a JSON file holds.
+    """Return the value in a JSON file.
 
     Raises:
-        ValueError: The file is no JSON, is nested too deeply, or has an object with a key twice.
+        ValueError: `path` is not valid JSON, is nested too deeply, or has an object with a key twice.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
     except json.JSONDecodeError as error:
-        raise ValueError(f"line {error.lineno} is no JSON: {error.msg}") from error
+        raise ValueError(f"line {error.lineno} is not valid JSON: {error.msg}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
 def read_yaml(path: Path) -> Any:
-    """Return what a YAML file holds: plain values only, nothing in it is run.
+    """Return the value in a YAML file of plain values; no code in it is run.
 
     Raises:
-        ValueError: PyYAML is not installed, the file is no YAML, or a mapping has a key twice.
+        ValueError: PyYAML is not installed, `path` is not valid YAML, or a mapping has a key twice.
     """
     try:
         import yaml
@@ -68,7 +68,7 @@ def read_yaml(path: Path) -> Any:
         ) from error
 
     class Loader(yaml.SafeLoader):
-        """Plain values; a key stands once."""
+        """Loader of plain values that refuses duplicate keys."""
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
@@ -82,27 +82,27 @@ def read_yaml(path: Path) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = "it" if mark is None else f"line {mark.line + 1}"
-        raise ValueError(f"{where} is no YAML: {getattr(error, 'problem', None) or error}") from error
+        raise ValueError(f"{where} is not valid YAML: {getattr(error, 'problem', None) or error}") from error
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
 
 
 READERS: Mapping[str, Callable[[Path], Any]] = {".json": read_json, ".yaml": read_yaml, ".yml": read_yaml}
-"""What reads a config file, by the end of its name."""
+"""Readers of config files, by file extension."""
 
 
 def read_literal(text: str) -> Any:
-    """Return the value that a word of a command line stands for.
+    """Return the value of a word of a command line.
 
     A Python or JSON literal is that value (`1e-3`, `None`, `null`, `true`, `[1, 2]`, `{"size": 2}`); any
     other word is a string, so that `bf16` needs no quotes.
 
     Raises:
-        ValueError: `text` is empty, or begins like a literal and is none.
+        ValueError: `text` is empty, or begins like a literal and is not one.
     """
     text = text.strip()
     if not text:
-        raise ValueError("nothing stands behind the '='; an empty string is written ''")
+        raise ValueError("no value follows the '='; an empty string is written ''")
     if text in _WORDS:
         return _WORDS[text]
     try:
@@ -121,7 +121,7 @@ def _without_twins(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return pairs as a dict.
 
     Raises:
-        ValueError: A key stands twice, or is not hashable.
+        ValueError: `pairs` have a key twice, or a key that is not hashable.
     """
     found: dict[Any, Any] = {}
     for key, value in pairs:
@@ -130,19 +130,19 @@ def _without_twins(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
         except TypeError as error:
             raise ValueError(f"{key!r} cannot be a key") from error
         if is_twin:
-            raise ValueError(f"the key {key!r} stands twice")
+            raise ValueError(f"the key {key!r} occurs twice")
         found[key] = value
     return found
 
 
 class ConfigException(ValueError):
-    """A configuration that cannot work; the message says what is wrong and what would be right."""
+    """A configuration that cannot work; the message names the mistake and a correction."""
 
 
 class Config(dict[str, Any]):
     """A dict whose items are also attributes, at every depth: `config.parallel.tensor.size`.
 
-    Hyper-parameters of the user's own and feature keys (`parallel`, `fp16`, ...) stand side by side. An item
+    It holds the user's own hyper-parameters and feature keys (`parallel`, `fp16`, ...). An item
     whose name is a method of `dict` (`items`, `keys`, ...) is reached by `config["items"]` only.
 
     Args:
@@ -179,7 +179,7 @@ class Config(dict[str, Any]):
             self[key] = value
 
     def setdefault(self, key: str, default: Any = None) -> Any:
-        """Return the item, after setting it to `default` if it is not there."""
+        """Return the item, after setting it to `default` if it is missing."""
         if key not in self:
             self[key] = default
         return self[key]
@@ -192,13 +192,13 @@ class Config(dict[str, Any]):
     def from_file(filename: str | Path) -> "Config":
         """Read a YAML or JSON file, or run a Python file and take its public names as the items.
 
-        Of a Python file, what is assigned to a name is an item, functions and classes too
-        (`model_class = opt_125M`). Of what it only imports, values are, and modules, functions and classes
-        are not. Its folder is on the import path while it runs.
+        A name that a Python file assigns or defines is an item, functions and classes too
+        (`model_class = opt_125M`). Imported values are items; imported modules, functions and classes are
+        not. The file's folder is on the import path while it runs.
 
         Raises:
-            ConfigException: The file does not exist, its name does not end with .py, .yaml, .yml or .json, or
-                it cannot be read or run.
+            ConfigException: `filename` does not exist, its name does not end with .py, .yaml, .yml or .json,
+                or it cannot be read or run.
         """
         path = Path(filename)
         if path.suffix != ".py" and path.suffix not in READERS:
@@ -232,7 +232,7 @@ class Config(dict[str, Any]):
 
 
 def load_config(config: str | Path | Mapping[str, Any] | None) -> Config:
-    """Return the config that a path, a dict or nothing stands for."""
+    """Return the config from a path or a dict; an empty one from None."""
     if config is None:
         return Config()
     if isinstance(config, str | Path):
@@ -249,7 +249,7 @@ def _read(path: Path) -> Config:
         content = READERS[path.suffix](path)
     except (ValueError, OSError) as error:
         raise ConfigException(f"config file {str(path)!r}: {error}") from error
-    if content is None:  # of an empty YAML file
+    if content is None:  # an empty YAML file
         return Config()
     if not isinstance(content, dict) or not all(isinstance(key, str) for key in content):
         raise ConfigException(
@@ -260,7 +260,7 @@ def _read(path: Path) -> Config:
 
 
 def _line_of(error: Exception, filename: str) -> str:
-    """Return " at line 3" if an error comes from a line of a file, or from what that line has called."""
+    """Return " at line 3" if an error was raised by a line of a file, or by a call in that line."""
     lines = [step.lineno for step in traceback.extract_tb(error.__traceback__) if step.filename == filename]
     if isinstance(error, SyntaxError) and error.filename == filename:
         lines.append(error.lineno)
@@ -268,13 +268,13 @@ def _line_of(error: Exception, filename: str) -> str:
 
 
 def _assigned_names(path: Path) -> set[str]:
-    """Return the names that the source of a file assigns or defines at its top level, whatever the value."""
+    """Return the names that the source of a file assigns or defines at its top level."""
     top = symtable.symtable(decode_source(path.read_bytes()), str(path), "exec")
     return {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned()}
 
 
 def _is_content(value: Any, module: str, *, is_assigned: bool) -> bool:
-    """A config item is anything but a module, and but a function or class that is only imported."""
+    """Return whether a value is a config item: not a module, and not an imported function or class."""
     if isinstance(value, ModuleType):
         return False
     is_definition = isinstance(value, type) or inspect.isroutine(value)
@@ -293,19 +293,19 @@ def _attribute_access(value: Any) -> Any:
 
 @dataclass(frozen=True)
 class Override:
-    """One value, and the keys that lead to it."""
+    """A value, and the path of keys to it."""
 
     path: tuple[str, ...]
     value: Any
 
     @property
     def name(self) -> str:
-        """The keys as they are written."""
+        """The keys, joined with dots."""
         return ".".join(self.path)
 
 
 def parse_override(word: str) -> Override:
-    """Return what "KEY.KEY=VALUE" says.
+    """Return the override that "KEY.KEY=VALUE" defines.
 
     Raises:
         ConfigException: `word` is not of the form KEY.KEY=VALUE, or its value cannot be read.
@@ -313,7 +313,7 @@ def parse_override(word: str) -> Override:
     name, sign, text = word.partition("=")
     path = tuple(name.strip().split("."))
     if not sign or not all(key.isidentifier() for key in path):
-        raise ConfigException(f"--set {word!r} is no override: {_HOW_TO_OVERRIDE}")
+        raise ConfigException(f"--set {word!r} is not an override: {_HOW_TO_OVERRIDE}")
     try:
         return Override(path, read_literal(text))
     except ValueError as error:
@@ -321,10 +321,10 @@ def parse_override(word: str) -> Override:
 
 
 def join_overrides(words: Sequence[str], *, environment: Mapping[str, str] = os.environ) -> str:
-    """Return the variable's content: what it holds already, and then `words`, of which the last one wins.
+    """Return the content of the variable: its present words, and then `words`, of which the last one wins.
 
     Raises:
-        ConfigException: A word is no override.
+        ConfigException: `words` has a word that is not an override.
     """
     for word in words:
         parse_override(word)
@@ -334,22 +334,22 @@ def join_overrides(words: Sequence[str], *, environment: Mapping[str, str] = os.
 def with_overrides(
     config: Config, known: Sequence[str], *, environment: Mapping[str, str] = os.environ
 ) -> Config:
-    """Return a config with the overrides of the environment in it; the one given stays as it is.
+    """Return a config with the overrides of the environment; the given one is not changed.
 
     Args:
         config: The config.
-        known: Top-level keys that may be set even where the config has them not: the features.
-        environment: Where the variable is.
+        known: Top-level keys that can be set even if the config lacks them: the features.
+        environment: The environment with the variable.
 
     Raises:
-        ConfigException: An override cannot be read, or names a key that the config has not.
+        ConfigException: An override cannot be read, or names a key that the config lacks.
     """
     text = environment.get(OVERRIDES_VARIABLE, "")
     try:
         words = shlex.split(text)
     except ValueError as error:
         raise ConfigException(
-            f"{OVERRIDES_VARIABLE} is {text!r}, which is no list of words: {error}"
+            f"{OVERRIDES_VARIABLE} is {text!r}, which is not a list of words: {error}"
         ) from error
     for word in words:
         override = parse_override(word)
@@ -365,9 +365,9 @@ def _replaced(
     open_ended: bool,
     known: Sequence[str],
 ) -> Config:
-    """Return a config in which the last of `path` has the value.
+    """Return a config in which the last key of `path` has the value.
 
-    Below a feature any key may be set: its own check knows which there are.
+    Below a feature any key can be set: the feature's own check refuses unknown ones.
     """
     key, *rest = path
     if key not in config and not open_ended:
@@ -390,6 +390,6 @@ def _unknown(override: Override, path: Sequence[str], there: Sequence[Any]) -> s
     match = nearest(path[0], there)
     suggestion = f"did you mean {match!r}? " if match is not None else ""
     return (
-        f"--set {override.name}: the config has no {path[0]!r}, and it is no feature; {suggestion}a key of "
-        "your own can be set once the config has it"
+        f"--set {override.name}: the config has no {path[0]!r}, and it is not a feature; {suggestion}a key "
+        "of your own can be set once the config has it"
     )

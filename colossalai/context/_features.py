@@ -1,7 +1,7 @@
 """The feature keys of a config, in one table: check, field of the plan, and names in other libraries.
 
-All other keys are hyper-parameters of the user and are left alone; a name that looks like a misspelt feature
-key gets a warning. What several keys determine together is in `colossalai.runtime`.
+All other keys are hyper-parameters of the user and are not changed; a name that looks like a misspelt feature
+key gets a warning. Settings that depend on several keys are in `colossalai.runtime`.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,7 +25,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.monitor import ACTIONS as WATCHDOG_ACTIONS
 
 MATMULS = ("auto", "torch", "onednn")
-"""Who may multiply float32 matrices on CPU; what "auto" takes, it measures."""
+"""Libraries that can multiply float32 matrices on CPU; "auto" measures which is faster."""
 
 
 def check_config(config: Config, world_size: int) -> Layout:
@@ -42,8 +42,8 @@ def check_config(config: Config, world_size: int) -> Layout:
     for key, feature in given.items():
         if feature.fixed_by_auto and "auto" in given:
             raise ConfigException(
-                f"the config has both auto and {key}: the plan says {feature.fixed_by_auto}, and its "
-                f"predictions hold for that, so leave {key} out, or leave auto out"
+                f"the config has both auto and {key}: the plan determines {feature.fixed_by_auto}, and its "
+                f"predictions depend on that, so leave {key} out, or leave auto out"
             )
     if config.get("gradient_handler") is not None and config.get("gradient_handlers") is not None:
         raise ConfigException(
@@ -55,13 +55,13 @@ def check_config(config: Config, world_size: int) -> Layout:
 
 
 class JobPlan(Protocol):
-    """What a job needs of a plan of Colossal-Auto, which stands on a floor above."""
+    """The parts of a Colossal-Auto plan that a job uses; the plan's class is on a higher floor."""
 
     def layout_over(self, world_size: int) -> Layout:
-        """Return how the ranks are laid out.
+        """Return the layout of the ranks.
 
         Raises:
-            ConfigException: `world_size` is not the number of ranks that the plan is for.
+            ConfigException: `world_size` differs from the number of ranks of the plan.
         """
 
     def runtime_plan(self) -> Any:
@@ -69,10 +69,10 @@ class JobPlan(Protocol):
 
 
 def auto_plan_of(config: Config) -> JobPlan | None:
-    """Return the plan that `auto` in a checked config gives, or is the path of; None without one.
+    """Return the plan in `auto` of a checked config, given as a value or a path; None without one.
 
     Raises:
-        ConfigException: `auto.plan` cannot be read, or is no plan.
+        ConfigException: `auto.plan` cannot be read, or is not a plan.
     """
     if config.get("auto") is None:
         return None
@@ -84,7 +84,7 @@ def auto_plan_of(config: Config) -> JobPlan | None:
 
 
 def plan_fields(config: Config) -> dict[str, Any]:
-    """Return the fields of a plan that a single key of a checked config determines each."""
+    """Return the fields of a plan that are determined by a single key of a checked config each."""
     return {
         feature.plan_field: config[key] if feature.read is None else feature.read(config[key])
         for key, feature in FEATURES.items()
@@ -97,7 +97,7 @@ def _part(name: str) -> Any:
 
 
 def _check_auto(value: Any) -> None:
-    if not isinstance(value, Mapping):  # a plan by itself would be pages of a message
+    if not isinstance(value, Mapping):  # the repr of a plan would fill pages of a message
         raise ConfigException(f"auto is a {type(value).__name__}; it must be a dict: auto=dict(plan=...)")
     check_keys(value, ("plan",), "auto")
     if value.get("plan") is None:
@@ -105,7 +105,7 @@ def _check_auto(value: Any) -> None:
 
 
 def _refuse_two_bounds(config: Config) -> None:
-    """Refuse different bounds of the gradient norm, which naive AMP and Gemini have among their options."""
+    """Refuse different bounds of the gradient norm, which is also an option of naive AMP and Gemini."""
     bounds = {
         "clip_grad_norm": config.get("clip_grad_norm"),
         "fp16.clip_grad_norm": (config.get("fp16") or {}).get("clip_grad_norm"),
@@ -121,10 +121,10 @@ def _refuse_two_bounds(config: Config) -> None:
 
 
 def _look_for_misspelt_feature(key: Any, value: Any) -> None:
-    """Warn of a user's key that could be meant as a feature; refuse one whose value would be right for it.
+    """Warn of a user's key that could be meant as a feature; refuse one with a valid value for that feature.
 
     Raises:
-        ConfigException: `key` is nearly the name of a feature, which takes `value`.
+        ConfigException: `key` is nearly the name of a feature, and `value` is valid for it.
     """
     if key in FEATURE_KEYS or not str(key).isidentifier():
         return
@@ -149,7 +149,7 @@ def _look_for_misspelt_feature(key: Any, value: Any) -> None:
 
 
 def _takes(feature: str, value: Any) -> bool:
-    """Return whether a value is right for a feature."""
+    """Return whether a value is valid for a feature."""
     try:
         FEATURES[feature].check(value)
         if feature == "parallel":
@@ -222,7 +222,7 @@ def _check_recompute(value: Any) -> None:
 
 
 def check_compile(value: Any) -> None:
-    """Require what says whether, and with which options, a model is compiled.
+    """Require a setting of `torch.compile`: True, False, or its options.
 
     Raises:
         ConfigException: `value` is neither True, False nor a dict of options of `torch.compile`.
@@ -243,7 +243,7 @@ def check_compile(value: Any) -> None:
 
 
 def _names(example: str, *names: str) -> Mapping[str, str]:
-    """Return names that other libraries have for a feature, with the line that selects it here."""
+    """Return the names of a feature in other libraries, with the line that selects it here."""
     return dict.fromkeys(names, example)
 
 
@@ -253,10 +253,10 @@ class ConfigFeature:
 
     Attributes:
         check: Raises a `ConfigException` for a wrong value.
-        plan_field: Field of `colossalai.runtime.Plan` that the value becomes; "" if it takes several keys.
-        read: Returns the value of that field; None: it is the value in the config.
+        plan_field: Field of `colossalai.runtime.Plan` for the value; "" if it takes several keys.
+        read: Returns the value of that field; None: the value in the config.
         fixed_by_auto: Part of a job that a plan of Colossal-Auto determines by this key, so that a config
-            cannot have both; "" if it leaves the feature open.
+            cannot have both; "" if the plan leaves the feature open.
         other_names: Names of the feature in DeepSpeed, Lightning, Accelerate, Megatron and transformers, each
             with the line that selects it here.
     """

@@ -1,4 +1,4 @@
-"""Parallel modes of the user's own: one more row in the table of modes.
+"""User-defined parallel modes: one more row in the table of modes.
 
 A user subclasses `ProcessGroupInitializer`, registers it in `DIST_GROUP_INITIALIZER`, names it in
 `INITIALIZER_MAPPING`, and sets the name as `parallel.tensor.mode`.
@@ -16,16 +16,16 @@ from colossalai.context._parallel_mode import TENSOR_LAYOUTS
 from colossalai.registry import DIST_GROUP_INITIALIZER
 
 ALLOWED_MODES: tuple[str | None, ...] = (*TENSOR_LAYOUTS, "sequence")
-"""The tensor modes that are there without an initializer, that which cuts sequences among them."""
+"""The tensor modes without an initializer, including "sequence", which cuts sequences."""
 
 INITIALIZER_MAPPING: dict[str, str] = {}
-"""From a tensor mode of the user's own to the registered name of its `ProcessGroupInitializer`."""
+"""From a user-defined tensor mode to the registered name of its `ProcessGroupInitializer`."""
 
 Partition = Sequence[Sequence[int]]
 
 
 class ProcessGroupInitializer(ABC):
-    """Says which groups of ranks a parallel mode of the user's own has.
+    """Defines the groups of ranks of a user-defined parallel mode.
 
     Args:
         rank: Global rank of this process.
@@ -54,29 +54,28 @@ class ProcessGroupInitializer(ABC):
 
     @abstractmethod
     def init_parallel_groups(self) -> Mapping[Hashable, Partition] | Iterable[tuple[Any, ...]] | None:
-        """Say which groups of ranks there are; called once, at launch, on every rank.
+        """Return the groups of ranks of each mode; called once, at launch, on every rank.
 
         The names of the modes are free: a `ParallelMode`, a member of an own `Enum`, a string. It returns one
         of these:
 
-        - for every mode all its groups: lists of ranks in which each rank of the job stands once. The same
-          value must be returned on every rank; the process groups are made by the mesh when they are first
-          asked for.
+        - for every mode all its groups: lists of ranks in which each rank of the job occurs once. The same
+          value must be returned on every rank; the mesh makes the process groups at their first use.
         - for every mode the group of this rank, made here with `torch.distributed.new_group`, as a tuple
           `(local rank, size, process group, CPU group, ranks, mode)`, or a list of such tuples; the CPU group
-          may be left out.
-        - None: the groups are kept by somebody else, and the context knows none of them.
+          can be left out.
+        - None: the groups are kept outside of the context.
         """
 
 
 @dataclass(frozen=True)
 class OwnGroup:
-    """The group of this rank in a mode of the user's own.
+    """The group of this rank in a user-defined mode.
 
     Attributes:
         ranks: Its global ranks.
         group: The process group, if the user has made it.
-        cpu_group: One for tensors in host memory, likewise.
+        cpu_group: A group for tensors in host memory, likewise.
     """
 
     ranks: tuple[int, ...]
@@ -89,7 +88,7 @@ def own_groups(name: str, *, arguments: Mapping[str, Any], **sizes: Any) -> dict
 
     Args:
         name: The tensor mode, a key of `INITIALIZER_MAPPING`.
-        arguments: What stands in `parallel.tensor` beside size and mode.
+        arguments: The other entries of `parallel.tensor` than size and mode.
         sizes: The arguments of `ProcessGroupInitializer`.
 
     Raises:
@@ -127,7 +126,7 @@ _ROW_LENGTHS = (2, 5, 6)  # (mode, groups); without and with a CPU group
 
 
 def _own_part(who: str, mode: Hashable, partition: Partition, sizes: Mapping[str, Any]) -> OwnGroup:
-    """Return the part of a partition of the ranks that holds this one."""
+    """Return the group of a partition of the ranks that contains this one."""
     try:
         is_one = sorted(rank for ranks in partition for rank in ranks) == list(range(sizes["world_size"]))
     except TypeError:  # not lists of numbers
@@ -135,13 +134,13 @@ def _own_part(who: str, mode: Hashable, partition: Partition, sizes: Mapping[str
     if not is_one:
         raise ConfigException(
             f"{who} gives {mode!r} the groups {partition}; each of the {sizes['world_size']} ranks must "
-            "stand in exactly one of them"
+            "be in exactly one of them"
         )
     return OwnGroup(next(tuple(ranks) for ranks in partition if sizes["rank"] in ranks))
 
 
 def _as_written(who: str, row: tuple[Any, ...], sizes: Mapping[str, Any]) -> tuple[Hashable, OwnGroup]:
-    """Read a tuple: (mode, groups), or a group of this rank that the user has made."""
+    """Return the mode and group of a tuple: (mode, groups), or a group of this rank that the user made."""
     if len(row) == 2:
         return row[0], _own_part(who, row[0], row[1], sizes)
     local_rank, size, group, *cpu_group, ranks, mode = row
@@ -150,6 +149,6 @@ def _as_written(who: str, row: tuple[Any, ...], sizes: Mapping[str, Any]) -> tup
     if here is None or (here, len(ranks)) != (local_rank, size):
         raise ConfigException(
             f"{who} says that rank {sizes['rank']} is number {local_rank} of the {size} ranks of {mode!r}, "
-            f"whose ranks are {list(ranks)}: it must stand among them, at that place"
+            f"whose ranks are {list(ranks)}: it must be among them, at that position"
         )
     return mode, OwnGroup(ranks, group, cpu_group[0] if cpu_group else None)

@@ -1,4 +1,4 @@
-"""Launch: from "who am I, where is rank 0" to a process group and a mesh, or to an error that helps."""
+"""Launch of a job: from the rank and the address of rank 0 to a process group and a mesh."""
 
 import argparse
 import atexit
@@ -62,7 +62,7 @@ ConfigLike = str | Path | Mapping[str, Any] | None
 DEFAULT_TIMEOUT = 120.0
 """Seconds that a process waits for the others to arrive, and rank 0, at its end, for them to leave."""
 
-_LEAST_WAIT_S = 0.05  # what is there is found, even if the time is over
+_LEAST_WAIT_S = 0.05  # enough to find an arrived value after the deadline
 
 
 @names_arguments
@@ -83,27 +83,26 @@ def launch(
     """Start this process's part of a job: check the config, meet the other processes, lay the mesh.
 
     Args:
-        config: Path of a Python, YAML or JSON file, or a dict; hyper-parameters and feature keys side by
-            side. What `colossalai run --set` says goes before it.
+        config: Path of a Python, YAML or JSON file, or a dict, with hyper-parameters and feature keys.
+            `colossalai run --set` overrides it.
         rank: Global rank of this process.
         world_size: Number of processes.
         host: Name or address of the machine of rank 0.
         port: A free port on it.
         backend: Communication library. "nccl" on a machine without it means "auto": ranks of one machine
-            talk through its memory, others over gloo. "shared_memory" insists on the former.
-        local_rank: Rank among the processes of this machine; picks the device. Default: the environment's,
+            communicate through its memory, others over gloo. "shared_memory" requires the former.
+        local_rank: Rank among the processes of this machine; selects the device. Default: the environment's,
             else `rank`.
         seed: Seed of all random states; the same on every rank.
-        verbose: Whether rank 0 logs what was launched.
+        verbose: Whether rank 0 logs the mesh and the backend.
         timeout: Seconds to wait for the other processes; at the end, too, for the rank that has their store.
-        matmul: Who multiplies float32 matrices on CPU: "torch", "onednn", or "auto" for the faster one.
-            Default: what the config says, else "auto". What `colossalai run --set` says goes before both.
+        matmul: Library for products of float32 matrices on CPU: "torch", "onednn", or "auto" for the faster
+            one. Default: the config's, else "auto". `colossalai run --set` overrides both.
 
     Raises:
-        ConfigException: `config` cannot be read, or a feature in it is invalid; no process group has been
-            made.
+        ConfigException: `config` cannot be read, or has an invalid feature; no process group has been made.
         ValueError: Another argument is of the wrong type or out of range.
-        RuntimeError: The process has launched already.
+        RuntimeError: The process has been launched already.
         ConnectionError: Rank 0 does not answer, or some ranks do not arrive, within `timeout`.
     """
     check_arguments(
@@ -143,7 +142,7 @@ def launch(
     seed_all_modes(seed, global_context.mesh, global_context.tensor_axes)
     if verbose:
         mesh = global_context.mesh
-        # A plugin may lay the ranks out later: that they are all along `dp` is nothing to log before.
+        # A plugin can change the layout later, so a mesh with all ranks along `dp` is not logged here.
         is_laid_out = mesh.axis_size("dp") < world_size
         what = mesh if is_laid_out else f"{world_size} rank{'s' if world_size > 1 else ''}"
         get_dist_logger().info(f"launched {what} with {talk} on {device.type}, seed {seed}", ranks=[0])
@@ -161,10 +160,10 @@ def launch_from_torch(
 ) -> None:
     """Launch a process that `colossalai run` or `torchrun` started; see `launch`.
 
-    A process that no launcher has started is a job of its own, of one rank; a line says so.
+    A process that no launcher has started is a job of one rank, and logs this.
 
     Raises:
-        ValueError: A variable of a launcher is missing or no number, or srun or mpirun has started this
+        ValueError: A variable of a launcher is missing or not a number, or srun or mpirun has started this
             process as one of several.
     """
     place = torch_place()
@@ -199,8 +198,8 @@ def launch_from_slurm(
 ) -> None:
     """Launch a process that SLURM's `srun` started; see `launch`.
 
-    `host` is the node of task 0. Left out, it is MASTER_ADDR or else what SLURM says; `port` is MASTER_PORT
-    or else follows from the numbers of job and step.
+    `host` is the node of task 0. Default: MASTER_ADDR, else SLURM's first node. `port` defaults to
+    MASTER_PORT, else to a number derived from job and step.
 
     Raises:
         ValueError: The process was not started by srun.
@@ -231,11 +230,11 @@ def launch_from_openmpi(
 ) -> None:
     """Launch a process that OpenMPI's `mpirun` started; see `launch`.
 
-    `host` is the node of rank 0. Left out, it is MASTER_ADDR or else the node of mpirun, if rank 0 runs
-    there; `port` is MASTER_PORT or else follows from the number of the job.
+    `host` is the node of rank 0. Default: MASTER_ADDR, else the node of mpirun, if rank 0 runs there. `port`
+    defaults to MASTER_PORT, else to a number derived from the job.
 
     Raises:
-        ValueError: The process was not started by mpirun, or rank 0 runs elsewhere than mpirun.
+        ValueError: The process was not started by mpirun, or rank 0 and mpirun run on different hosts.
     """
     place = openmpi_place(host, port)
     launch(
@@ -250,17 +249,17 @@ def launch_from_openmpi(
 
 
 def relayout(layout: Layout) -> None:
-    """Lay the mesh of a launched job anew, for a plan that says the sizes after the launch.
+    """Lay the mesh of a launched job anew, for a plan whose sizes are given after the launch.
 
-    Layers that were built before keep the old one, so it is done before the model is built; once, as groups
-    and random states follow from it. A layout that is in force already is left as it is.
+    Layers that were built before keep the old mesh, so this is done before the model is built; once, as
+    groups and random states depend on it. The present layout is kept if it is the same.
 
     Args:
-        layout: The extents; its data-parallel size may be left out.
+        layout: The extents; its data-parallel size can be left out.
 
     Raises:
         RuntimeError: The job has not been launched.
-        ConfigException: The sizes do not fit the number of processes, or the job has been laid out otherwise.
+        ConfigException: `layout` does not fit the number of processes, or contradicts the job's layout.
     """
     mesh, config = global_context.mesh, global_context.config
     if layout.over(mesh.world_size) == global_context.layout:
@@ -268,12 +267,12 @@ def relayout(layout: Layout) -> None:
     if global_context.auto_plan is not None:
         raise ConfigException(
             f"the job was launched with a plan by `auto`, laid out as {global_context.layout.written()}, and "
-            f"the plugin says {layout.written()}: leave `auto` out of the config, or make both agree"
+            f"the plugin has {layout.written()}: leave `auto` out of the config, or make both agree"
         )
     if config.get("parallel"):
         raise ConfigException(
             f"the job was launched with parallel={dict(config['parallel'])}, or laid out so by a plugin, "
-            f"and the plugin says {layout.written()}: leave `parallel` out of the config, or make both agree"
+            f"and the plugin has {layout.written()}: leave `parallel` out of the config, or make both agree"
         )
     seed = get_seeds()[ParallelMode.GLOBAL]
     config["parallel"] = layout.written()
@@ -303,7 +302,7 @@ def get_default_parser() -> argparse.ArgumentParser:
 def _destroy_at_exit() -> None:
     """End the job of a script that does not: gloo threads that outlive the interpreter abort the process.
 
-    Not after an error: a thread may be waiting for another rank then, and would be waited for in turn.
+    It is skipped after an error: a thread could be waiting for another rank, and this process for the thread.
     """
     if getattr(sys, "last_type", None) is None:
         try:
@@ -314,7 +313,7 @@ def _destroy_at_exit() -> None:
             global_context.destroy()
         except KeyboardInterrupt:
             interrupt_at_end()
-            global_context.destroy()  # what was waited for, a save or other ranks, is not waited for again
+            global_context.destroy()  # the interrupted wait, for a save or other ranks, is not repeated
         let_gloo_threads_rest()
 
 
@@ -327,14 +326,14 @@ def _leave_at_exit() -> None:
 
 
 def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: int, world_size: int) -> str:
-    """Make the default process group; return by what the ranks communicate.
+    """Make the default process group; return the medium of communication.
 
     Raises:
-        ValueError: Shared memory was asked for, and the ranks do not share any, or compute on devices.
+        ValueError: `requested` is shared memory, and the ranks share none, or compute on devices.
     """
     chosen = talk = chosen_backend(requested, device)
     dist.init_process_group(chosen, store=store, rank=rank, world_size=world_size)
-    # A job over shared memory takes gloo where it has to.
+    # A job over shared memory uses gloo where it has to.
     at_exit = _destroy_at_exit if chosen in ("gloo", "shared_memory") else _leave_at_exit
     atexit.unregister(at_exit)
     atexit.register(at_exit)
@@ -349,7 +348,7 @@ def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: i
 
 
 def _axis_of(ranks: tuple[int, ...]) -> str | None:
-    """Return the axis along some ranks in the mesh of the moment: `relayout` may have laid another one."""
+    """Return the axis along some ranks in the present mesh, which `relayout` can replace."""
     return global_context.mesh.name_of(ranks) if global_context.is_launched else None
 
 
@@ -360,7 +359,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
         ConnectionError: The store cannot be opened or reached, or ranks are missing; all within `timeout`.
     """
     where, deadline = f"{host}:{port}", time.monotonic() + timeout  # see [Note: one time limit]
-    # A store may outlive a launch, or a restart of the job: what an earlier one left in it must not be read.
+    # A store can outlive a launch, or a restart of the job: keys of an earlier one must not be read.
     prefix = f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{process.num_launches}"
     process.num_launches += 1
     keys = [f"arrived/{other}" for other in range(world_size)]
@@ -368,7 +367,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
         try:
             server = _store_at(host, port, rank=rank, deadline=deadline)
         except TimeoutError:
-            silent = "what listens there says nothing"
+            silent = "the server there does not answer"
             raise ConnectionError(_why_no_store(where, port, rank, timeout, silent)) from None
         except (dist.DistError, ConnectionError) as error:
             raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
@@ -379,7 +378,8 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             departure = StoreDeparture(store=store, rank=rank, world_size=world_size, timeout=timeout)
         try:
             if departure is not None:
-                departure.announce()  # before the arrival: where all have arrived, each process can be found
+                departure.announce()  # before the arrival: after all arrivals, each process can be found
+            # Every rank sets its key and waits for the keys of all ranks.
             store.set(keys[rank], network_of_this_process())
             store.wait(keys, _until(deadline))
             if keep_gloo_here(store.multi_get(keys)):
@@ -387,7 +387,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             process.departure = departure
             return store
         except dist.DistNetworkError as error:
-            # It was the store of an earlier launch, which rank 0 has ended now: the next one is to come.
+            # It was the store of an earlier launch, which rank 0 has closed; the next one will open.
             if rank == 0 or time.monotonic() >= deadline:
                 raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
         except dist.DistError as error:
@@ -405,7 +405,7 @@ def _store_at(host: str, port: int, *, rank: int, deadline: float) -> dist.TCPSt
     Raises:
         ConnectionError: No server listens at the address by the deadline, or `host` is not known.
         TimeoutError: The server does not answer by the deadline.
-        DistError: The store cannot be opened, or the server is no store.
+        DistError: The store cannot be opened, or the server is not a store.
     """
     has_agent = agent_serves(host, port)
     if rank == 0 and not has_agent:
@@ -432,5 +432,5 @@ def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) 
         return f"rank 0 has no store at {where} within {timeout:g} s: {question} ({reason})"
     return (
         f"rank {rank} got no answer from rank 0 at {where} within {timeout:g} s: is rank 0 running there, is "
-        f"the name right, does a firewall stand between? ({reason})"
+        f"the name right, does a firewall block it? ({reason})"
     )

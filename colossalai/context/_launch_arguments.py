@@ -1,4 +1,4 @@
-"""The arguments of a launch: what is refused, and what follows from them: the device, the back end."""
+"""Arguments of a launch: their checks, the device, the backend, and the variables of launchers."""
 
 import os
 import socket
@@ -24,7 +24,7 @@ def check_arguments(
     seed: int,
     timeout: float,
 ) -> None:
-    """Refuse what `launch` cannot use.
+    """Check the arguments of `launch`.
 
     Raises:
         ValueError: A number is of the wrong type or out of range, `host` is empty, or `backend` is unknown.
@@ -52,7 +52,7 @@ def check_arguments(
 
 
 def _check_backend(backend: str) -> None:
-    """Require back ends that torch has here; "nccl" may be missing, others take its place."""
+    """Require backends that this torch has; "nccl" can be missing, since others replace it."""
     if backend == "auto":
         return
     known = [name for name in dist.Backend.backend_list if name != dist.Backend.UNDEFINED]
@@ -61,7 +61,7 @@ def _check_backend(backend: str) -> None:
     for part in parts:
         name = part.rpartition(":")[2].lower()
         if name not in there:
-            why = "torch was built without it" if name in known else "torch knows no such library"
+            why = "torch was built without it" if name in known else "torch has no such library"
             raise ValueError(
                 f"backend is {backend!r}: {why}; use one of auto, {', '.join(there)}, or one for each kind "
                 "of device: 'cpu:gloo,DEVICE:NAME'"
@@ -69,7 +69,7 @@ def _check_backend(backend: str) -> None:
 
 
 def local_rank_of(rank: int) -> int:
-    """Return the rank on this machine that a launcher has given, else the global one."""
+    """Return the launcher's rank on this machine, else the global one."""
     for name in ("LOCAL_RANK", "SLURM_LOCALID", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             return int(os.environ[name])
@@ -77,7 +77,7 @@ def local_rank_of(rank: int) -> int:
 
 
 def device_of(local_rank: int) -> torch.device:
-    """Return the device of a local rank and make it the current one; ranks share where there are too few."""
+    """Return the device of a local rank and make it current; with too few devices, ranks share them."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or not torch.accelerator.is_available():
         return torch.device("cpu")
@@ -87,10 +87,10 @@ def device_of(local_rank: int) -> torch.device:
 
 
 def chosen_backend(requested: str, device: torch.device) -> str:
-    """Return the back end to use: one that is there, and that also carries tensors in host memory.
+    """Return an available backend that also communicates tensors in host memory.
 
     Raises:
-        ValueError: Shared memory is asked for where ranks compute on devices.
+        ValueError: `requested` is shared memory, and the ranks compute on devices.
     """
     if "shared_memory" in requested and device.type != "cpu":
         raise ValueError(
@@ -104,9 +104,9 @@ def chosen_backend(requested: str, device: torch.device) -> str:
     return f"cpu:gloo,{device.type}:nccl" if dist.is_nccl_available() else "gloo"
 
 
-_FIRST_PORT, _NUM_PORTS = 16384, 16384  # below those that Linux gives away by itself
+_FIRST_PORT, _NUM_PORTS = 16384, 16384  # below the ephemeral ports of Linux
 _ANSWER_S = 2.0
-_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # MASTER_ADDR alone may stand in a user's .bashrc
+_TORCH_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK")  # MASTER_ADDR alone can be set in a user's .bashrc
 _OTHERS = (
     ("srun", "SLURM_STEP_NUM_TASKS", "launch_from_slurm"),
     ("mpirun", "OMPI_COMM_WORLD_SIZE", "launch_from_openmpi"),
@@ -126,10 +126,10 @@ class LaunchPlace:
 
 
 def torch_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | None:
-    """Return what `colossalai run` or torchrun says; None if no launcher has started this process.
+    """Return the place from the variables of `colossalai run` or torchrun; None without a launcher.
 
     Raises:
-        ValueError: A variable of a launcher is missing or no number, or another launcher has started this
+        ValueError: A variable of a launcher is missing or not a number, or another launcher has started this
             process as one of several.
     """
     starter = "start the script with `colossalai run --nproc_per_node N script.py` or with torchrun"
@@ -153,15 +153,14 @@ def torch_place(environment: Mapping[str, str] = os.environ) -> LaunchPlace | No
 def slurm_place(
     host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ
 ) -> LaunchPlace:
-    """Return what srun says.
+    """Return the place from the variables of srun.
 
-    A host that is not given is MASTER_ADDR, or else the first node of the step, which has task 0; or, if its
-    name means nothing here, the address from which the step was started: with srun in a batch script that is
-    the first node as well. A port that is not given is MASTER_PORT, or follows from the numbers of job and
-    step.
+    The host defaults to MASTER_ADDR, else to the first node of the step, which has task 0; or, if its name is
+    unknown here, to the address from which the step was started: with srun in a batch script that is the
+    first node as well. The port defaults to MASTER_PORT, else to a number derived from job and step.
 
     Raises:
-        ValueError: A variable is missing or no number, or the process was not started by srun.
+        ValueError: A variable is missing or not a number, or the process was not started by srun.
     """
     starter = "start the script with `srun python script.py`"
     rank = _number(environment, "SLURM_PROCID", starter)
@@ -184,14 +183,14 @@ def slurm_place(
 def openmpi_place(
     host: str | None, port: int | None, *, environment: Mapping[str, str] = os.environ
 ) -> LaunchPlace:
-    """Return what mpirun says.
+    """Return the place from the variables of mpirun.
 
-    A host that is not given is MASTER_ADDR, or else this one if all ranks are on it, or else the one on which
-    mpirun runs: it tells all ranks its address, but not where rank 0 is, so rank 0 makes sure. A port that is
-    not given is MASTER_PORT, or follows from the number of the job.
+    The host defaults to MASTER_ADDR, else to this one if all ranks are on it, else to the host of mpirun: all
+    ranks have mpirun's address, but not rank 0's, so rank 0 checks that it is on the same host. The port
+    defaults to MASTER_PORT, else to a number derived from the job.
 
     Raises:
-        ValueError: A variable is missing or no number, or host or port are not given and cannot be known.
+        ValueError: A variable is missing or not a number, or host or port are not given and cannot be found.
     """
     starter = "start the script with OpenMPI's `mpirun -np N python script.py`"
     rank = _number(environment, "OMPI_COMM_WORLD_RANK", starter)
@@ -218,7 +217,7 @@ def _slurm_host(environment: Mapping[str, str]) -> str:
         return names[0]
     if launcher is None:
         raise ValueError(
-            f"neither SLURM_STEP_NODELIST nor SLURM_LAUNCH_NODE_IPADDR says where the tasks are: {_GIVE}"
+            f"neither SLURM_STEP_NODELIST nor SLURM_LAUNCH_NODE_IPADDR gives the nodes of the tasks: {_GIVE}"
         )
     return launcher
 
@@ -237,20 +236,20 @@ def _mpirun_host(environment: Mapping[str, str], rank: int) -> str:
     listed, _, port = places.partition(";")[0].rpartition(":")
     addresses = listed.split(",") if listed else []
     if not addresses:
-        raise ValueError(f"this mpirun does not say where it runs (OMPI_MCA_orte_hnp_uri): {_GIVE}")
+        raise ValueError(f"this mpirun does not publish its address (OMPI_MCA_orte_hnp_uri): {_GIVE}")
     if rank == 0 and not any(_is_own(address) for address in addresses):
         raise ValueError(
-            f"rank 0 runs on {socket.gethostname()} and mpirun elsewhere, at {listed}, so that the other "
-            f"ranks cannot know where rank 0 is: {_GIVE}"
+            f"rank 0 runs on {socket.gethostname()} and mpirun on another host, at {listed}, so that the "
+            f"other ranks cannot find rank 0: {_GIVE}"
         )
     if rank == 0 or len(addresses) == 1:
         return addresses[0]
-    # Several networks: one of them leads from here to mpirun, which listens as long as the job runs.
+    # Several networks: one of them connects this host to mpirun, which listens as long as the job runs.
     return next((address for address in addresses if _answers(address, int(port))), addresses[0])
 
 
 def _is_own(address: str) -> bool:
-    """Whether this machine has an address: to all others no socket can be bound."""
+    """Return whether this machine has an address: a socket can be bound to no other one."""
     with socket.socket() as trial:
         try:
             trial.bind((address, 0))
@@ -268,7 +267,7 @@ def _answers(address: str, port: int) -> bool:
 
 
 def _port(given: int | None, environment: Mapping[str, str], job: Sequence[str]) -> int:
-    """Return the port of a job: the same for all ranks, most often another one for another job."""
+    """Return the port of a job: the same for all ranks, usually different for another job."""
     if given is not None:
         return given
     if environment.get("MASTER_PORT"):

@@ -1,7 +1,7 @@
-"""From the `parallel` feature of a config to the layout of the mesh, or to an error that helps.
+"""Layout of the mesh from the `parallel` feature of a config.
 
-Sequence parallelism is an axis of its own, `sp`: `sequence=dict(size=4, attention="ring")`, beside any tensor
-mode. `tensor=dict(size=4, mode="sequence")` is another spelling of it, with no tensor mode beside it.
+Sequence parallelism has its own axis, `sp`: `sequence=dict(size=4, attention="ring")`, with any tensor mode.
+`tensor=dict(size=4, mode="sequence")` is another spelling of it, without a tensor mode.
 """
 
 from collections.abc import Mapping
@@ -18,18 +18,18 @@ _TENSOR_KEYS = ("size", "mode", "depth")
 _PIPELINE_NAMES = ("schedule", "partition", "loss_reduction")
 _SEQUENCE_SPELLING = "sequence"  # as a tensor mode
 SEQUENCE_ATTENTIONS = ("ring", "ulysses")
-"""The attentions over cut sequences, the default first; `colossalai.nn.layer.sequence_parallel` has them."""
+"""The attentions over cut sequences, the default first; in `colossalai.nn.layer.sequence_parallel`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutNames:
-    """Names of the settings of a layout, for error messages: those of a config, or arguments of a plugin.
+    """Names of the settings of a layout in error messages: keys of a config, or arguments of a plugin.
 
     Attributes:
         data: The data-parallel size.
         pipeline: The number of stages.
         sequence: The number of ranks that share a sequence.
-        attention: How they attend to it.
+        attention: The attention over cut sequences.
         tensor: The tensor-parallel size.
         mode: The tensor mode.
         depth: The depth of the 2.5D layout.
@@ -53,7 +53,7 @@ class Layout:
     """The extents of a job's mesh; a field of a `Plan`.
 
     Attributes:
-        data: Data-parallel size; None: what the others leave of the ranks.
+        data: Data-parallel size; None: the number of ranks divided by the other sizes.
         pipeline: Number of pipeline stages.
         sequence: Number of ranks that share a sequence.
         attention: One of `SEQUENCE_ATTENTIONS`; None without sequence parallelism.
@@ -64,7 +64,7 @@ class Layout:
         arguments: Keyword arguments for the user's own group initializer.
         plain_layers: Whether layers of `colossalai.nn` are built plain in spite of the tensor mode, since a
             plan cuts them by their names later.
-        names: What the user calls these extents.
+        names: Names of these extents in error messages.
     """
 
     data: int | None = None
@@ -81,7 +81,7 @@ class Layout:
 
     @property
     def layout_mode(self) -> str | None:
-        """The row of `TENSOR_LAYOUTS` that arranges the tensor axes: none for a mode of the user's own."""
+        """The row of `TENSOR_LAYOUTS` with the tensor axes; None for a user-defined mode."""
         return self.mode if self.mode in TENSOR_LAYOUTS else None
 
     @property
@@ -96,20 +96,20 @@ class Layout:
 
     @property
     def cuts_sequences(self) -> bool:
-        """Whether sequences are cut, be it over one rank."""
+        """Whether sequences are cut, even over one rank."""
         return self.attention is not None
 
     def axes_of_tensor(self) -> tuple[str, ...]:
-        """Return what `ParallelMode.TENSOR` runs along: the tensor axes, `sp` where nothing else is cut.
+        """Return the axes of `ParallelMode.TENSOR`: the tensor axes, with `sp` if only sequences are cut.
 
-        For in the documents "sequence" is a tensor mode, and its ranks are those of TENSOR.
+        The documents call "sequence" a tensor mode, with the ranks of TENSOR.
         """
         inner = ("sp",) if self.cuts_sequences and self.mode is None else ()
         return (*inner, *self.tensor_axes())
 
     def axes(self) -> dict[str, int]:
-        """Return all mesh axes and extents, outermost first; `dp` is the view of `edp` and `ep` as one."""
-        assert self.data is not None, "a layout is laid over a number of ranks before it is a mesh"
+        """Return all mesh axes and extents, outermost first; `dp` is a view of `edp` and `ep`."""
+        assert self.data is not None, "a layout without a data-parallel size is not a mesh"
         return {
             "edp": self.data // self.expert,
             "ep": self.expert,
@@ -119,11 +119,11 @@ class Layout:
         }
 
     def over(self, world_size: int) -> "Layout":
-        """Return the same over a number of processes: with the data-parallel size that they leave.
+        """Return the layout over a number of processes, with its data-parallel size filled in.
 
         Raises:
-            ConfigException: The product of the sizes is not the number of processes, or the expert-parallel
-                size does not divide the data-parallel size.
+            ConfigException: `world_size` is not the product of the sizes, or the expert-parallel size does
+                not divide the data-parallel size.
         """
         inner = self.pipeline * self.sequence * self.tensor
         data = max(world_size // inner, 1) if self.data is None else self.data
@@ -141,7 +141,7 @@ class Layout:
         return self if data == self.data else replace(self, data=data)
 
     def written(self) -> dict[str, Any]:
-        """Return it as `parallel` in a config says it."""
+        """Return the layout as the `parallel` feature of a config."""
         tensor: dict[str, Any] = {"size": self.tensor, "mode": self.mode, **self.arguments}
         if self.depth != 1:
             tensor["depth"] = self.depth
@@ -159,7 +159,7 @@ def read_layout(parallel: Any, names: LayoutNames | None = None) -> Layout:
     Args:
         parallel: The value of the feature: a dict with any of `data`, `pipeline`, `sequence`, `tensor`,
             `moe`, or None.
-        names: What the user calls the extents. Default: as in a config.
+        names: Names of the extents in error messages. Default: as in a config.
 
     Raises:
         ConfigException: A key is unknown, a size is not a positive integer or does not fit its mode, or the
@@ -181,10 +181,10 @@ def read_layout(parallel: Any, names: LayoutNames | None = None) -> Layout:
 
 
 def with_expert_size(config: Config) -> Config:
-    """Return a config whose `max_ep_size`, as later versions wrote it, is `parallel=dict(moe=...)`.
+    """Return a config with `max_ep_size`, the spelling of later versions, as `parallel=dict(moe=...)`.
 
     Raises:
-        ConfigException: `max_ep_size` is not a positive integer, or `parallel` says another size.
+        ConfigException: `max_ep_size` is not a positive integer, or `parallel` has another size.
     """
     size, parallel = config.get("max_ep_size"), config.get("parallel")
     parallel = {} if parallel is None else parallel
@@ -200,7 +200,7 @@ def with_expert_size(config: Config) -> Config:
 
 
 def _check_pipeline(value: Any) -> None:
-    """Check what stands beside the size; whether a name is known is for the pipeline to say."""
+    """Check the pipeline options other than the size; the pipeline itself checks the names."""
     for key in _PIPELINE_NAMES if isinstance(value, Mapping) else ():
         if value.get(key) is not None and not isinstance(value[key], str):
             raise ConfigException(
@@ -210,7 +210,7 @@ def _check_pipeline(value: Any) -> None:
 
 
 def _size(parallel: Mapping[str, Any], key: str, name: str, *, options: tuple[str, ...] = ()) -> int:
-    """Read a size that is written as an int, as `dict(size=...)`, or not at all (then 1)."""
+    """Return a size that is written as an int, as `dict(size=...)`, or not at all (then 1)."""
     value = parallel.get(key)
     if value is None:
         return 1
@@ -221,7 +221,7 @@ def _size(parallel: Mapping[str, Any], key: str, name: str, *, options: tuple[st
 
 
 def _sequence(sequence: Any, layout: Layout, names: LayoutNames) -> Layout:
-    """Add the sequence part to a layout, whose tensor part may have said it in the other spelling."""
+    """Return the layout with the sequence part; the tensor part can have set it in the other spelling."""
     if sequence is None:
         return layout
     if not isinstance(sequence, Mapping):
@@ -229,8 +229,8 @@ def _sequence(sequence: Any, layout: Layout, names: LayoutNames) -> Layout:
     check_keys(sequence, ("size", "attention"), "parallel.sequence")
     if layout.layout_mode != layout.mode:
         raise ConfigException(
-            f"parallel.sequence stands beside the tensor mode {layout.mode!r} of your own, whose initializer "
-            "knows of no ranks that share sequences: leave one of them out"
+            f"parallel.sequence is combined with the tensor mode {layout.mode!r} of your own, whose "
+            "initializer has no ranks that share sequences: leave one of them out"
         )
     if "size" not in sequence and not layout.cuts_sequences:
         raise ConfigException(f"parallel.sequence is {dict(sequence)}, with no size: add size=...")
@@ -251,7 +251,7 @@ def _sequence(sequence: Any, layout: Layout, names: LayoutNames) -> Layout:
 
 
 def _tensor(tensor: Any, names: LayoutNames) -> Layout:
-    """Read the tensor part; the other fields of the layout stay at their defaults."""
+    """Return the tensor part as a layout; its other fields have their defaults."""
     if tensor is None:
         return Layout()
     if not isinstance(tensor, Mapping):
@@ -283,7 +283,7 @@ def _tensor(tensor: Any, names: LayoutNames) -> Layout:
 
 
 def _depth(tensor: Mapping[str, Any], mode: str | None, names: LayoutNames) -> int:
-    """Read the depth."""
+    """Return the depth."""
     depth = check_positive(tensor["depth"], names.depth) if tensor.get("depth") is not None else 1
     if depth != 1 and mode != "2.5d":
         raise ConfigException(f"{names.depth} is {depth}, but only mode '2.5d' has a depth, not {mode!r}")

@@ -1,21 +1,21 @@
-"""The ranks of a job as one named n-D grid; it owns every process group.
+"""Mesh: the ranks of a job as one named n-D grid, which owns every process group.
 
-A group is asked for by the axes it runs along and made when first asked for: by its members alone, so that
-a group which only some ranks use costs the others nothing and cannot make them wait.
+A group is made at its first use, by its members alone, so that a group which only some ranks use costs the
+others nothing and cannot make them wait.
 
 [Note: names of groups]
-Members meet in the store under the name of the group. torch derives the name from the members and from how
-many groups this process has made so far. Where some ranks have made one more (the two ends of a pipeline that
-share an embedding, say), they and the others would wait for each other under different names, for ever. So
-the name here says the members, and how many groups of this name a rank has made in this job, which is the
-same for all members: nothing else of a process. Groups that are gone count, too. What they have left in the
-store (addresses, names of memory) would else be read by who comes first, for that of its peers.
+Members meet in the store under the name of the group. torch derives the name from the members and from the
+number of groups that the process has made so far. If some ranks have made one more (for example the two ends
+of a pipeline, for a shared embedding), they and the others would wait for each other under different names
+forever. So the name here has only the members and the number of groups of these members that a rank has made
+in this job, which is equal on all members. Destroyed groups count, too. Otherwise a rank could read the
+entries of an old group in the store (addresses, names of memory) as those of its peers.
 
 [Note: a group is there when all members have it]
-gloo returns on a rank as soon as the rank's own connections stand. A rank that then ends, because its script
-has nothing more to do, closes connections that another one still waits for: "Connection closed by peer". So
-a group of CPUs is handed out when all members have it. They meet in the store: a collective would be one
-that the user's own are counted behind. NCCL connects at the first use, in which all join.
+gloo returns on a rank as soon as the rank's own connections are made. If that rank then ends, because its
+script is done, it closes connections for which another one still waits: "Connection closed by peer". So a
+group of CPUs is returned when all members have it. They meet in the store: a collective would shift the count
+of the user's collectives. NCCL connects at the first use, which all members join.
 """
 
 import inspect
@@ -38,12 +38,12 @@ from colossalai.monitor import section
 def make_group(
     ranks: Sequence[int], *, purpose: str, backend: str | None = None, keeps_order: bool = False
 ) -> dist.ProcessGroup:
-    """Make the process group of some ranks; its members call this, and nobody else.
+    """Make the process group of some ranks; collective over its members alone.
 
     Args:
         ranks: The members, by global rank. Another order is another group.
-        purpose: Tells groups of the same members apart.
-        backend: The communication library; default: that of the job.
+        purpose: Part of the name, to distinguish groups of the same members.
+        backend: The communication library. Default: the job's.
         keeps_order: Whether the group has the members in this order; torch sorts them otherwise.
 
     Raises:
@@ -61,14 +61,14 @@ def make_group(
     with section(f"making the process group {name}"), _name_for_groups(name):
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
         assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
-        # See [Note: a group is there when all members have it].
+        # The members wait for each other in the store; see [Note: a group is there when all members have it].
         if torch.device("cpu") in group._device_types and dist.get_backend(group) != "fake":
             _meet(f"met in {group.group_name}", len(ranks))
     return group
 
 
 def _meet(place: str, num_ranks: int) -> None:
-    """Return when a number of ranks have called this for a place, which may be one of an earlier meeting."""
+    """Return when `num_ranks` ranks have called this for a place; a place can be used again."""
     store = distributed_c10d._get_default_store()
     meeting, number = divmod(store.add(place, 1) - 1, num_ranks)
     if number == num_ranks - 1:
@@ -77,8 +77,8 @@ def _meet(place: str, num_ranks: int) -> None:
 
 
 def _number_made(name: str) -> int:
-    """Return how many groups of a name this rank has made in the job, and count one more."""
-    if dist.get_backend() != "fake":  # the store is the job's, and is new when a job is launched again
+    """Return the number of groups of a name that this rank has made in the job, and count one more."""
+    if dist.get_backend() != "fake":  # the store belongs to the job, and a new launch has a new one
         return distributed_c10d._get_default_store().add(f"{name}: made by rank {dist.get_rank()}", 1) - 1
     taken = set(distributed_c10d._world.pg_names.values())
     return next(number for number in range(len(taken) + 1) if f"{name}#{number}" not in taken)
@@ -86,9 +86,9 @@ def _number_made(name: str) -> int:
 
 @contextmanager
 def _name_for_groups(name: str) -> Iterator[None]:
-    """Let torch call the group that is made within the block by a name; see [Note: names of groups]."""
+    """Make torch use a name for the group that the block makes; see [Note: names of groups]."""
     original = getattr(distributed_c10d, "_process_group_name", None)
-    if original is None:  # another torch, which names groups in another way
+    if original is None:  # a torch version with another naming of groups
         yield
         return
     number = _number_made(name)
@@ -107,10 +107,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Axis:
-    """One or several axes of a mesh taken together, seen from this rank: the ranks that it communicates with.
+    """One or several axes of a mesh taken together, as seen from this rank, with their process group.
 
     Attributes:
-        name: For messages and the ledger.
+        name: Name in messages and in the ledger.
         ranks: The global ranks along it, this one among them.
         mesh: The mesh that makes the group.
     """
@@ -131,11 +131,11 @@ class Axis:
 
     @cached_property
     def group(self) -> dist.ProcessGroup:
-        """The process group, made at the first access and kept until the mesh forgets its groups."""
+        """The process group, made at the first access and kept until `Mesh.forget_groups`."""
         return self.mesh.bind_group(self)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the fields: a copy and a saved layer find the group again, which cannot be copied."""
+        """Return the fields without the group, which cannot be copied; it is looked up again when needed."""
         return {"name": self.name, "ranks": self.ranks, "mesh": self.mesh}
 
 
@@ -147,8 +147,8 @@ class Mesh:
             last axis have adjacent ranks.
         rank: The global rank of this process.
         device_type: Type of the devices that hold the tensors ("cpu", "cuda", ...).
-        views: Names for several adjacent axes taken as one, e.g. `{"dp": ("edp", "ep")}`.
-        order: The global ranks by their place in the grid, counted row by row; None: place and rank are one.
+        views: Names for several adjacent axes taken as one, for example `{"dp": ("edp", "ep")}`.
+        order: The global ranks by their place in the grid, row by row; None: a rank is its place.
 
     Raises:
         ValueError: `order` does not name each rank of the grid once.
@@ -181,7 +181,7 @@ class Mesh:
         self._derived: dict[Callable[..., Any], Any] = {}
 
     def __repr__(self) -> str:
-        # The first part of a view is the whole of it where the others count one: edp=2, ep=1 is dp=2.
+        # If the other axes of a view have one rank, the view is named instead: edp=2, ep=1 is dp=2.
         names = {
             parts[0]: view
             for view, parts in self._views.items()
@@ -195,12 +195,12 @@ class Mesh:
         return self
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a saved model keeps of it: groups stay behind, and are made anew when asked for."""
+        """Return the state of a saved model's mesh, without groups, which are made anew when needed."""
         empty: dict[str, Any] = {"_axes": {}, "_groups": {}, "_device_meshes": {}, "_derived": {}}
         return {name: value for name, value in (self.__dict__ | empty).items() if name != "_bound"}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore what `__getstate__` has returned."""
+        """Restore the state from `__getstate__`."""
         self.__dict__.update(state, _bound=WeakValueDictionary())
 
     def axis(self, axes: Axes) -> Axis:
@@ -211,7 +211,7 @@ class Mesh:
         return self._axes[names]
 
     def name_of(self, ranks: Sequence[int]) -> str | None:
-        """Return the name of the axis, or of the axes taken together, along which some ranks lie."""
+        """Return the name of the axis, or of the axes taken together, along some ranks; None without one."""
         seen = {part for parts in self._views.values() for part in parts}
         plain = [*self._views, *(name for name in self.axes if name not in seen)]  # outermost first
         runs = [
@@ -237,7 +237,7 @@ class Mesh:
         return position
 
     def axis_rank_in_order(self, axes: Sequence[str]) -> int:
-        """Return this rank's position along `axes` in the order given, the first one counting coarsest."""
+        """Return this rank's position along `axes` in the given order, the first one varying slowest."""
         position = 0
         for axis in axes:
             position = position * self.axis_size(axis) + self.axis_rank(axis)
@@ -247,21 +247,21 @@ class Mesh:
     def batch_axes(self) -> tuple[str, ...]:
         """The axes that cut a batch, along its samples (`dp`) and along its sequences (`sp`).
 
-        The ranks along them hold the same parameters and see different tokens.
+        The ranks along them hold the same parameters and compute different tokens.
         """
         return ("dp", "sp") if self.axes.get("sp", 1) > 1 else ("dp",)
 
     @property
     def replica_axes(self) -> tuple[str, ...]:
-        """The axes of the ranks that compute one replica of the model together: all but those of `dp`."""
+        """The axes of the ranks that compute one replica of the model together: all but those in `dp`."""
         of_data = self._resolve("dp")
         return tuple(axis for axis in self.axes if axis not in of_data)
 
     @property
     def observer_axes(self) -> tuple[str, ...]:
-        """The axes of the ranks whose losses and outputs together are those of the whole batch.
+        """The axes of the ranks that together have the losses and outputs of the whole batch.
 
-        The replicas and, in a pipeline, its stages: the loss is seen on all of them, the output on the last.
+        The replicas and, in a pipeline, its stages: all stages have the loss, the last one the output.
         """
         return (*self.batch_axes, "pp") if self.axes.get("pp", 1) > 1 else self.batch_axes
 
@@ -281,14 +281,14 @@ class Mesh:
         return self._ranks_from(first, wanted)
 
     def all_ranks(self, axes: Axes) -> list[list[int]]:
-        """Return all groups along `axes`: what `ranks` returns on each rank, in the order of the grid."""
+        """Return all groups along `axes`, each as returned by `ranks`, in the order of the grid."""
         wanted = self._resolve(axes)
         fixed = [axis for axis in self.axes if axis not in wanted]
         return [self._ranks_from(first, wanted) for first in self._places_along(fixed)]
 
     @property
     def _strides(self) -> dict[str, int]:
-        """By axis how many places in the order of the grid its neighbours are apart."""
+        """For each axis, the distance of its neighbours in the order of the grid."""
         strides, stride = {}, 1
         for axis, size in reversed(self.axes.items()):
             strides[axis] = stride
@@ -298,7 +298,7 @@ class Mesh:
     def _places_along(self, axes: Sequence[str]) -> list[int]:
         """Return the places of the grid along some axes, from the first place, in the order of the grid.
 
-        Without tensors: a trace of a layer that communicates would have operations on them.
+        It uses no tensors: a trace of a layer that communicates would record operations on them.
         """
         strides = self._strides
         places = [0]
@@ -311,36 +311,36 @@ class Mesh:
         return [self.order[first + place] for place in self._places_along(axes)]
 
     def group(self, axes: Axes) -> dist.ProcessGroup:
-        """Return the process group of this rank along `axes`; every member must ask for it."""
+        """Return the process group of this rank along `axes`; collective at the first call."""
         return self.group_of(self.ranks(axes))
 
     def group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup:
-        """Return the process group of the given global ranks, of which this rank is one."""
+        """Return the process group of the given global ranks, which include this rank."""
         own_order = self.order != tuple(range(self.world_size)) and list(ranks) != sorted(ranks)
-        # Pipelines have two groups of the same members, by two orders, and both as torch sorts them.
+        # Pipelines have two groups of the same members, in two orders, which torch sorts alike.
         key = (-1, *ranks) if own_order else tuple(ranks)
         if key not in self._groups:
             self._groups[key] = self._make_group(tuple(ranks), keeps_order=own_order)
         return self._groups[key]
 
     def bind_group(self, axis: Axis) -> dist.ProcessGroup:
-        """Return the process group of an axis, which keeps it until `forget_groups`."""
+        """Return the process group of an axis, which caches it until `forget_groups`."""
         self._bound[id(axis)] = axis
         return self.group_of(axis.ranks)
 
     def adopt_group(self, ranks: Sequence[int], group: dist.ProcessGroup) -> None:
-        """Take a group that somebody else has made of some ranks, unless there is one already."""
+        """Keep a group that the user has made of some ranks, unless there is one already."""
         self._groups.setdefault(tuple(ranks), group)
 
     def take_groups_of(self, other: "Mesh") -> None:
-        """Go on with the groups of another mesh over the same ranks."""
+        """Use the groups of another mesh over the same ranks."""
         self._unbind()
         self._groups, self._bound = other._groups, other._bound
 
     def forget_groups(self) -> None:
-        """Let go of all groups: layers hold a mesh beyond the job, and no group may outlive the job.
+        """Drop all groups: layers hold a mesh beyond the job, and no group may outlive the job.
 
-        A gloo group that is still there when the process ends can abort it (a thread of its own is running).
+        A gloo group that is alive when the process ends can abort it, by its own running thread.
         """
         self._groups.clear()
         self._unbind()
@@ -352,12 +352,12 @@ class Mesh:
         self._bound.clear()
 
     def derived(self, make: "Callable[[Mesh], T]") -> T:
-        """Return `make(mesh)`, made when first asked for and kept as long as the mesh.
+        """Return `make(mesh)`, made at the first call and cached in the mesh.
 
-        For what follows from the grid alone and takes long to find, such as plans of conversions.
+        For values that depend on the grid alone and are slow to compute, such as conversion plans.
 
         Args:
-            make: A class or a function of a module; it is the key.
+            make: A class or a function of a module; also the key of the cache.
         """
         if make not in self._derived:
             self._derived[make] = make(self)
@@ -378,7 +378,7 @@ class Mesh:
         return self._device_meshes[names]
 
     def _resolve(self, axes: Axes) -> tuple[str, ...]:
-        """Turn an axis, a view or a sequence of them into plain axes in the order of the grid."""
+        """Return the plain axes of an axis, a view or a sequence of them, in the order of the grid."""
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         plain = {part for name in names for part in self._views.get(name, (name,))}
         unknown = plain - set(self.axes)
@@ -389,7 +389,7 @@ class Mesh:
     def _make_group(self, ranks: tuple[int, ...], *, keeps_order: bool) -> dist.ProcessGroup:
         if ranks == tuple(range(self.world_size)):
             world = dist.group.WORLD
-            assert world is not None, "the default process group exists as long as the mesh does"
+            assert world is not None, "the default process group exists as long as the mesh"
             return world
         purpose = "mesh in its order" if keeps_order else "mesh"
         return make_group(ranks, purpose=purpose, keeps_order=keeps_order)

@@ -1,8 +1,8 @@
-"""Auxiliary losses of layers with experts, by forward, and how experts are spread: `moe_env`.
+"""Auxiliary losses of layers with experts, by forward, and the placement of experts: `moe_env`.
 
-A layer cannot return its auxiliary loss: models of any kind are between it and the criterion. So it adds it
-to the losses of the forward in progress, and `MoeLoss` looks up those of the forward that its arguments come
-from.
+A layer cannot return its auxiliary loss, since any model can be between it and the criterion. It adds the
+loss to the losses of the forward in progress, and `MoeLoss` looks up the losses of the forward that made its
+arguments.
 """
 
 import weakref
@@ -21,23 +21,23 @@ from colossalai.context._random import moe_set_seed
 from colossalai.logging import get_dist_logger
 
 # [Note: outputs lead to losses] The losses of a forward of a wrapped model are in the metadata of the
-# autograd nodes of its outputs, so they are freed with the graph. From a loss the way back to these nodes
-# is short: a few steps of cross entropy, casts and views. Reference counts cannot free a cycle through a
-# graph, so a node that one of the losses may depend on (as of hidden states that are returned, too) gets
-# them weakly: it is older than the loss, which autograd's sequence numbers tell. Without a graph the losses
-# are kept by output, weakly.
+# autograd nodes of its outputs, so they are freed with the graph. From a loss these nodes are a few steps of
+# cross entropy, casts and views away. Reference counts cannot free a cycle through a graph, so a node on
+# which one of the losses can depend (hidden states that are returned, too) gets a weak reference: such a node
+# is older than the loss, by autograd's sequence numbers. Without a graph the losses are kept by output, with
+# weak references.
 _METADATA = "colossalai.expert_losses"
-_MOST_NODES = 1000  # visited on the way from a loss; takes about half a millisecond
+_MOST_NODES = 1000  # limit of nodes visited from a loss; takes about half a millisecond
 
 
 class MoeInfo(NamedTuple):
-    """How experts are spread.
+    """Placement of experts.
 
     Attributes:
-        ep_size: The ranks that share the experts of a layer.
-        dp_size: The ranks that hold the same experts.
-        ep_axis: The former.
-        dp_axis: The latter.
+        ep_size: Number of ranks that share the experts of a layer.
+        dp_size: Number of ranks that hold the same experts.
+        ep_axis: Axis of the ranks that share experts.
+        dp_axis: Axis of the ranks that hold the same experts.
     """
 
     ep_size: int
@@ -49,7 +49,7 @@ class MoeInfo(NamedTuple):
 class MoeEnvironment:
     """The experts of the launched job, and the auxiliary losses of forwards.
 
-    Its state is that of the process.
+    All instances share the state of the process.
     """
 
     __slots__ = ()
@@ -66,7 +66,7 @@ class MoeEnvironment:
 
     @property
     def aux_loss(self) -> torch.Tensor | float:
-        """What `get_loss` returns for the last forward."""
+        """The result of `get_loss` for the last forward."""
         return self.get_loss()
 
     def is_initialized(self) -> bool:
@@ -74,14 +74,14 @@ class MoeEnvironment:
         return global_context.is_launched
 
     def setup(self, seed: int) -> None:
-        """Seed the experts of the layers that are built from here on: `moe_set_seed`."""
+        """Seed the experts of the layers that are built afterwards: `moe_set_seed`."""
         moe_set_seed(seed)
 
     def get_info(self, num_experts: int) -> tuple[int, MoeInfo]:
-        """Return how many of so many experts a rank along `ep` holds, and how they are spread.
+        """Return the number of experts on a rank along `ep`, of `num_experts`, and their placement.
 
         Raises:
-            ValueError: The ranks do not divide `num_experts`.
+            ValueError: `num_experts` is not a multiple of the ranks along `ep`.
         """
         mesh = global_context.mesh
         ep_axis, dp_axis = mesh.axis("ep"), mesh.axis("edp")
@@ -92,10 +92,10 @@ class MoeEnvironment:
 
     @contextmanager
     def forward_of(self, model: nn.Module, inputs: Iterable[torch.Tensor] = ()) -> Iterator[ExpertLosses]:
-        """Collect within the block the losses of a forward of a wrapped model; `assign` outputs to them.
+        """Collect the losses of a forward of a wrapped model within the block; `assign` outputs to them.
 
-        Those of a forward within another one belong to both. The outputs also lead to the losses of the
-        forwards that the inputs come from.
+        The losses of a forward within another one belong to both. The outputs also lead to the losses of the
+        forwards that made the inputs.
         """
         experts = process.experts
         outer = experts.current.get()
@@ -104,7 +104,7 @@ class MoeEnvironment:
         for tensor in inputs:
             if tensor.grad_fn is not None:
                 losses.behind.extend(_known_losses(tensor))
-        if outer is None and not is_in_backward():  # where a forward is repeated, it is not the last one
+        if outer is None and not is_in_backward():  # a repeated forward does not count as the last one
             experts.last = losses
         token = experts.current.set(losses)
         try:
@@ -117,7 +117,7 @@ class MoeEnvironment:
                     outer.terms.extend(losses.terms)
 
     def assign(self, losses: ExpertLosses, outputs: Iterable[torch.Tensor]) -> None:
-        """Let the outputs of a forward lead to its losses."""
+        """Record the losses of a forward with its outputs."""
         # See [Note: outputs lead to losses].
         nodes = [term.grad_fn for term in losses.terms if term.grad_fn is not None]
         newest = max((node._sequence_nr() for node in nodes), default=-1)
@@ -126,7 +126,7 @@ class MoeEnvironment:
             node = output.grad_fn
             if node is not None:
                 earlier = _marked(node)
-                if earlier is None or earlier.number > losses.number:  # of a forward within this one
+                if earlier is None or earlier.number > losses.number:  # from a forward within this one
                     is_later = node._sequence_nr() > newest
                     _metadata(node)[_METADATA] = losses if is_later else weakref.ref(losses)
             elif not output.requires_grad and not has_graph and output.is_floating_point():
@@ -136,8 +136,8 @@ class MoeEnvironment:
         """Announce a layer that adds losses: from then on wrapped models collect losses by forward.
 
         Args:
-            layer: Its class. A compiled forward of a model without such layers does not collect losses, which
-                `torch.compile` cannot trace.
+            layer: Class of the layer. A compiled forward of a model without such layers does not collect
+                losses, since `torch.compile` cannot trace the collection.
         """
         experts = process.experts
         experts.has_layers = True
@@ -148,7 +148,7 @@ class MoeEnvironment:
             install(model)
 
     def when_expected(self, model: Any, install: Callable[[Any], None]) -> None:
-        """Call `install(model)` once a layer that adds losses is announced, or has added one: now or later.
+        """Call `install(model)` once a layer that adds losses is announced or has added one, perhaps now.
 
         Args:
             model: A wrapped model, which is not kept alive.
@@ -160,12 +160,12 @@ class MoeEnvironment:
             process.experts.waiting[model] = install
 
     def has_layers(self, model: nn.Module) -> bool:
-        """Return whether a model has a layer of a class that was announced."""
+        """Return whether a model has a layer of an announced class."""
         classes = tuple(process.experts.layer_classes)
         return any(isinstance(part, classes) for part in model.modules())
 
     def reset_loss(self) -> None:
-        """Forget the losses of the forward in progress, or, outside of one, of the last forward.
+        """Drop the losses of the forward in progress, or, outside of one, of the last forward.
 
         A forward of a wrapped model begins without losses. In a loop over a model without a wrapper call it
         before each forward.
@@ -182,9 +182,9 @@ class MoeEnvironment:
         Nothing is added while a forward is repeated for its backward.
 
         Args:
-            loss: The loss, a number.
-            layer: The layer whose forward it is from. Outside of a wrapped model its loss is not added to the
-                forward of one.
+            loss: The loss, a scalar.
+            layer: The layer that computed it. Outside of a wrapped model its loss is not added to the forward
+                of a wrapped one.
         """
         if is_in_backward():
             return
@@ -197,7 +197,7 @@ class MoeEnvironment:
             if last.number and layer is not None:
                 experts.last = ExpertLosses()
             elif last.number and last.extends is None:
-                # A copy, as `loss` can depend on outputs that `last` is assigned to.
+                # A copy, as the user's loss can depend on outputs that `last` is assigned to.
                 experts.last = ExpertLosses([*last.terms], last.number, last)
             losses = experts.last
             if layer is not None and not losses.terms:
@@ -206,7 +206,7 @@ class MoeEnvironment:
 
     @property
     def has_losses(self) -> bool:
-        """Whether the forward in progress, or the last one, has added something, and be it zero."""
+        """Whether the forward in progress, or the last one, has added a loss, even a zero."""
         return bool((process.experts.current.get() or process.experts.last).terms)
 
     def get_loss(self, outputs: torch.Tensor | None = None) -> torch.Tensor | float:
@@ -214,15 +214,15 @@ class MoeEnvironment:
 
         Args:
             outputs: A tensor that a wrapped model returned, or that was computed from such tensors, for the
-                forward of that model; default: the forward in progress, or the last one.
+                forward of that model. Default: the forward in progress, or the last one.
         """
         return self.losses_of([] if outputs is None else [outputs]).total()
 
     def losses_of(self, tensors: Iterable[torch.Tensor]) -> ExpertLosses:
-        """Return the losses of the forwards that the first tensor comes from for which they are known.
+        """Return the losses of the forwards that made the first tensor with known losses.
 
-        If none is known, they are those of the forward in progress, or of the last one, with a warning if
-        several models could be meant.
+        If no losses are known, they are those of the forward in progress, or of the last one, with a warning
+        if several models are possible.
         """
         experts = process.experts
         found: list[ExpertLosses] = []
@@ -242,11 +242,11 @@ class MoeEnvironment:
 
 
 MOE_CONTEXT = MoeEnvironment()
-"""The one of this process; also `colossalai.global_variables.moe_env`."""
+"""The environment of this process; also `colossalai.global_variables.moe_env`."""
 
 
 def is_in_backward() -> bool:
-    """Return whether the call is made by a backward, as one of a forward that is repeated for it is."""
+    """Return whether a backward makes this call, for example in a repeated forward."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
@@ -261,7 +261,7 @@ def _marked(node: Node) -> ExpertLosses | None:
 
 
 def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
-    """Return the losses of the forwards that made a tensor, or from whose outputs it was computed."""
+    """Return the losses of the forwards that made a tensor, or whose outputs it was computed from."""
     if tensor.grad_fn is None:
         outputs = process.experts.outputs
         losses = outputs.get(tensor)
@@ -269,7 +269,7 @@ def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
             losses = outputs.get(tensor._base)
         return [] if losses is None else [losses]
     found: list[ExpertLosses] = []
-    seen = [tensor.grad_fn]  # which also keeps the objects of nodes, so that each has one
+    seen = [tensor.grad_fn]  # keeps the Python objects of nodes alive, so that each has only one
     known = set(seen)
     for node in seen:  # breadth first, and not beyond the outputs of a forward
         losses = _marked(node)
@@ -283,7 +283,7 @@ def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
                     known.add(earlier)
                     seen.append(earlier)
     if not found and (losses := process.experts.outputs.get(tensor)) is not None:
-        return [losses]  # of a forward without a graph that has got one since, as by reentrant checkpointing
+        return [losses]  # a forward without a graph that got one later, as by reentrant checkpointing
     return found
 
 

@@ -1,6 +1,7 @@
-"""The global context of a job: its config, its mesh, and who is who in every parallel mode.
+"""The global context of a job: its config, its mesh, and its groups by parallel mode.
 
-There is one, `global_context`. Doors and users read it; below the doors meshes and options come as arguments.
+There is one, `global_context`. Entry points and users read it; lower floors take meshes and options as
+arguments.
 """
 
 import math
@@ -24,7 +25,7 @@ Kept = TypeVar("Kept")
 
 
 class ParallelContext:
-    """What a process knows about the job it is part of; filled by launch, emptied by `destroy`."""
+    """The job of this process: config, mesh and groups; set by launch, reset by `destroy`."""
 
     def __init__(self) -> None:
         self._reset()
@@ -76,7 +77,7 @@ class ParallelContext:
 
     @property
     def auto_plan(self) -> JobPlan | None:
-        """The plan of Colossal-Auto that `auto` in the config gives, as it was read at the launch."""
+        """The Colossal-Auto plan of `auto` in the config, as read at the launch."""
         return self._auto_plan
 
     def load_config(self, config: Any, **arguments: Any) -> None:
@@ -84,8 +85,8 @@ class ParallelContext:
 
         Args:
             config: The config.
-            **arguments: Keys given beside it, which go before it; None says nothing. The overrides of the
-                environment go before both.
+            **arguments: Keys that override the config; None leaves a key unchanged. The overrides of the
+                environment take precedence over both.
         """
         given = {key: value for key, value in arguments.items() if value is not None}
         read = with_overrides(Config({**load_config(config), **given}), FEATURE_KEYS)
@@ -99,13 +100,13 @@ class ParallelContext:
         device: torch.device | None = None,
         plain_layers: bool = False,
     ) -> None:
-        """Check the loaded config and lay the mesh over the ranks; no process group is needed for that.
+        """Check the loaded config and lay the mesh over the ranks, without process groups.
 
         Args:
             rank: Global rank of this process.
             world_size: Number of processes.
-            device: The device of this rank; default: as it is.
-            plain_layers: See `Layout`; a plan that is given by `auto` says it itself.
+            device: The device of this rank. Default: the present one.
+            plain_layers: See `Layout`; a plan in `auto` has its own setting.
 
         Raises:
             ConfigException: A feature of the config is invalid, or its sizes do not fit the number of
@@ -129,9 +130,9 @@ class ParallelContext:
         self._kept = {}
 
     def init_own_groups(self) -> None:
-        """Let the initializer of a mode of the user's own say its groups; it may make them itself.
+        """Get the groups of a user-defined mode from its initializer, which may make them itself.
 
-        So it is called when the ranks have met, on all of them.
+        It is called on all ranks, after they have met.
 
         Raises:
             ConfigException: The initializer does not take the arguments of the mode, or its groups are not a
@@ -165,13 +166,13 @@ class ParallelContext:
     def tensor_mode(self) -> str | None:
         """The tensor mode of the job ("1d", "2d", ...), None without one.
 
-        None, too, where the ranks share nothing but sequences, however that was spelled.
+        None, too, if the ranks share only sequences, in either spelling.
         """
         return self._layout.mode
 
     @property
     def sequence_attention(self) -> str | None:
-        """The attention over cut sequences ("ring", "ulysses"), None where none are cut.
+        """The attention over cut sequences ("ring", "ulysses"), None if none are cut.
 
         `colossalai.nn.layer.sequence_parallel.ATTENTIONS` has it under this name.
         """
@@ -194,11 +195,11 @@ class ParallelContext:
 
     @property
     def tensor_parallel_size(self) -> int:
-        """Number of ranks that share a layer; where they share nothing but sequences, of these."""
+        """Number of ranks that share a layer; if they share only sequences, the number of these."""
         return math.prod(self.mesh.axes[name] for name in self._layout.axes_of_tensor())
 
     def is_initialized(self, mode: Hashable) -> bool:
-        """Whether the job has groups for this mode."""
+        """Return whether the job has groups for this mode."""
         return mode in self._axes or mode in self._own_groups
 
     def get_global_rank(self) -> int:
@@ -218,12 +219,12 @@ class ParallelContext:
             known = [str(known) for known in [*self._axes, *self._own_groups]]
             raise ValueError(
                 f"{mode} is not part of this job (tensor mode {self.tensor_mode!r}); it has {known}; "
-                "where a plugin says the sizes, it lays them out by Booster(plugin=...) or plugin.configure()"
+                "with a plugin, Booster(plugin=...) or plugin.configure() lays out its sizes"
             )
         return mesh.ranks(self._axes[mode])
 
     def axis(self, mode: Hashable) -> Axis:
-        """Return what a mode's groups run along, seen from this rank.
+        """Return the axis of a mode's groups, as seen from this rank.
 
         Raises:
             ValueError: The job has no such mode.
@@ -240,7 +241,7 @@ class ParallelContext:
         return len(self.get_ranks_in_group(mode))
 
     def get_group(self, mode: Hashable) -> dist.ProcessGroup:
-        """Return the process group of a mode; it is made when its members first ask for it."""
+        """Return the process group of a mode; it is made at the first call, by its members."""
         return self.mesh.group_of(self.get_ranks_in_group(mode))
 
     def get_cpu_group(self, mode: Hashable) -> dist.ProcessGroup:
@@ -280,20 +281,20 @@ class ParallelContext:
         return ranks[ranks.index(self.mesh.rank) - 1]
 
     def of_layout(self, kind: type[Kept]) -> Kept:
-        """Return the one object of a class that goes with this layout; the next layout has another one.
+        """Return the object of a class that belongs to this layout; another layout has another one.
 
         Args:
-            kind: The class; an object is made, without arguments, when it is first asked for.
+            kind: The class; an object is made, without arguments, at the first call.
         """
         if kind not in self._kept:
             self._kept[kind] = kind()
         return cast(Kept, self._kept[kind])
 
     def destroy(self) -> None:
-        """End the job here: destroy all groups, forget config and mesh; launch works again then.
+        """End the job here: destroy all groups, drop config and mesh; the process can launch again.
 
-        A checkpoint that is being saved in the background is waited for. Where rank 0 serves the store of the
-        job it waits for the other ranks, for the `timeout` of the launch at most.
+        It waits for a checkpoint that is being saved in the background. A rank 0 that serves the store of the
+        job waits for the other ranks, up to the `timeout` of the launch.
 
         Raises:
             Exception: Work in the background failed; the groups are destroyed all the same.
@@ -302,7 +303,7 @@ class ParallelContext:
             prepare_end()
         finally:
             stop_watching()  # before this rank has left: its watchdog writes to the store a last time
-            # Rank 0 keeps its groups for peers that are about to end, and its store for those that are not.
+            # Rank 0 keeps its groups for peers that are about to end, and its store for the others.
             keep_store = leave_store()
             if self.is_launched:
                 self.mesh.forget_groups()

@@ -1,7 +1,7 @@
-"""The parallel modes and the table from a mode to the mesh axes that its groups run along.
+"""Parallel modes, and the table from a mode to the mesh axes of its groups.
 
-A mode is only a name for a set of mesh axes. Which modes exist depends on the tensor mode of the layout, each
-of which is one row of `TENSOR_LAYOUTS`, and on whether sequences are cut along `sp`, beside any of them.
+A mode is only a name for a set of mesh axes. The modes of a job depend on the tensor mode of the layout, each
+a row of `TENSOR_LAYOUTS`, and, with any of them, on whether sequences are cut along `sp`.
 """
 
 import math
@@ -11,10 +11,10 @@ from enum import Enum
 
 
 class ParallelMode(Enum):
-    """Names of the groups of ranks that a parallel method communicates in.
+    """Names of the groups of ranks in which parallel methods communicate.
 
-    A mode of the user's own needs no entry here: any hashable name (an own `Enum` member, a string) that an
-    own `ProcessGroupInitializer` returns works wherever a `ParallelMode` does.
+    A user-defined mode needs no entry here: any hashable name (an own `Enum` member, a string) that an own
+    `ProcessGroupInitializer` returns works like a `ParallelMode`.
     """
 
     GLOBAL = "global"
@@ -42,11 +42,11 @@ class ParallelMode(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """How the ranks of one tensor-parallel group are arranged.
+    """Arrangement of the ranks of one tensor-parallel group.
 
     Attributes:
         extents: From (edge length q, depth) to the tensor axes with their extents, outermost first.
-        requirement: What a size must be, in words, for the error message.
+        requirement: Requirement of a size, in words, for the error message.
         modes: The modes that this layout adds, with the axes of each.
     """
 
@@ -129,7 +129,7 @@ def mode_axes(
 
     Args:
         tensor_mode: A key of `TENSOR_LAYOUTS`.
-        tensor_axes: What TENSOR runs along.
+        tensor_axes: Axes of the mode TENSOR.
         cuts_sequences: Whether ranks along `sp` share sequences.
     """
     return {

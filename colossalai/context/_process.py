@@ -1,9 +1,9 @@
-"""The state of a process beside its `ParallelContext`: random states, what watches, what is done at the end.
+"""The state of a process outside of its `ParallelContext`: random states, watchdogs, and actions at the end.
 
-torch's generators, the exit of the interpreter and the threads that watch are the process's: no object that a
-user makes and destroys could own them. All of it is in one object, `process`, which is also the only state
-that this package keeps in a module besides the context. What is done with its parts stands in `_random`,
-`_random_saved`, `_supervision` and `_launch`.
+torch's generators, the exit of the interpreter and the watching threads belong to the process: no object that
+a user makes and destroys could own them. All of it is in one object, `process`, which is the only state of
+this package in a module except the context. Its parts are used in `_random`, `_random_saved`, `_supervision`
+and `_launch`.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,7 +26,7 @@ State = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SeedPlace:
-    """Where in the mesh a process is, as far as its random states depend on that.
+    """Place of a process in the mesh, for its random states.
 
     Attributes:
         ranks: Its ranks along `dp`, `pp`, and `sp` and the tensor axes together.
@@ -39,14 +39,14 @@ class SeedPlace:
 
 @dataclass
 class RandomStates:
-    """The random states by mode; that of the current mode lives in torch's generators.
+    """The random states by mode; the state of the current mode is in torch's generators.
 
     Attributes:
-        seeds: What each mode started from.
-        states: The state of each mode when it was last put aside.
+        seeds: The seed of each mode.
+        states: The state of each mode when it was last saved here.
         current: The mode in force; None before launch.
         expert_rank: The rank along `ep`, for seeds of experts.
-        expert_seed: What the values of experts follow from.
+        expert_seed: The seed of the values of experts.
         place: The place in the mesh.
     """
 
@@ -65,8 +65,8 @@ class ExpertLosses:
     Attributes:
         terms: The losses, one from each call of a layer with experts.
         number: The number of the forward, counted over those of wrapped models; 0 if no wrapper ran it.
-        extends: The losses of a finished forward, if `terms` are these and what the user has added since.
-        behind: The losses of the forwards that the inputs come from.
+        extends: The losses of a finished forward, if `terms` are these and later additions of the user.
+        behind: The losses of the forwards that made the inputs.
     """
 
     terms: list[torch.Tensor] = field(default_factory=list)
@@ -75,7 +75,7 @@ class ExpertLosses:
     behind: "list[ExpertLosses]" = field(default_factory=list)
 
     def total(self) -> torch.Tensor | float:
-        """Return their sum, on the device of the first; 0.0 for none."""
+        """Return their sum, on the device of the first; 0.0 without losses."""
         if not self.terms:
             return 0.0
         total = self.terms[0]
@@ -86,14 +86,14 @@ class ExpertLosses:
 
 @dataclass
 class ExpertForwards:
-    """The forwards whose auxiliary losses a criterion can ask for.
+    """The forwards whose auxiliary losses a criterion can look up.
 
     Attributes:
-        current: The losses of the forward in progress in this thread, that of the innermost wrapped model.
+        current: The losses of the forward in progress in this thread, of the innermost wrapped model.
         last: The losses of the forward that began last.
         num_wrapped: The number of forwards of wrapped models so far.
         has_layers: Whether layers with experts have been built, or have added a loss.
-        layer_classes: The classes of those that have been built.
+        layer_classes: The classes of the layers that have been built.
         waiting: The wrapped models without a collector, each with the function that installs one.
         sources: The wrapped models whose forwards had losses, and for others the first layer of each forward.
         num_sources_compared: The number of `sources` when they were last compared for a warning.
@@ -115,15 +115,15 @@ class ExpertForwards:
 
 @dataclass
 class Process:
-    """What this process keeps.
+    """State of this process.
 
     Attributes:
         random: Its random states.
-        watching: What watches over the launched job, one entry for each launch that has not ended.
-        before_end: What is to be done before the groups of the job are destroyed, in this order.
-        departure: From the store of the job; None outside of a job.
-        experts: What layers with experts have left for the losses of forwards.
-        num_launches: How often it has launched. Tells launches apart in a store that outlives them.
+        watching: Watchdog and open contexts of the launched job, for each launch that has not ended.
+        before_end: Actions to run, in order, before the groups of the job are destroyed.
+        departure: Departure from the store of the job; None outside of a job.
+        experts: Losses of layers with experts, by forward.
+        num_launches: Number of launches so far. It distinguishes launches in a store that outlives them.
     """
 
     random: RandomStates = field(default_factory=RandomStates)

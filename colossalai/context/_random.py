@@ -1,32 +1,31 @@
 """Random states per parallel mode.
 
 Ranks that hold the same slice must draw the same numbers, ranks that hold different slices different ones.
-Each mode has
-a random state of its own on every rank:
+Each mode has its own random state on every rank:
 
 - GLOBAL: the same on all ranks; the state in force after launch, so that every rank builds the same model.
 - DATA: differs along the data and pipeline axes, agrees along the tensor axes: dropout on an activation that
   the tensor-parallel ranks hold whole. In force once a model has been assembled.
 - TENSOR: differs on every rank: dropout on an activation that the tensor-parallel ranks hold in slices.
-- SEQUENCE, where there are both ranks that share sequences and ranks that share layers: differs along the
+- SEQUENCE, if there are both ranks that share sequences and ranks that share layers: differs along the
   data, pipeline and sequence axes, agrees along the tensor axes. In force then: the ranks that share a
-  sequence hold other tokens. Without tensor axes it would be TENSOR's, which is in force.
+  sequence hold different tokens. Without tensor axes it would equal TENSOR, which is in force.
 
 The state for sequences starts on the first rank of a sequence as DATA does: attention takes its seeds from
 there, and so drops the same weights on any number of ranks.
 
 [Note: forks of the state in force]
 A layer does not draw from the state of another mode: `torch.utils.checkpoint` restores torch's generators
-alone, so recomputation would go on where that mode was left. It draws from a fork of the state in force,
-which is seeded by a number that follows from this state and by the coordinates of the rank along the axes
-where ranks must differ. So the numbers differ along these axes and, where the state in force agrees, agree
-along all others; and whoever restores torch's generators restores the forks, too. The state in force moves on
-by one draw for each fork, so that the next one is another; a layer that can be without dropout moves it only
-if it has drawn, or else what a user draws after its forward would not be that of one process. The number is a
-checksum of the state of the CPU generator: no device is waited for, nothing is sent, and no operator has to
-return a value, which none does under `torch.func.vmap` or for fake tensors. A fork is a mode of its own for
-as long as it is in force, and its parent is put aside as any other mode is: a `seed` block inside finds every
-mode, the parent as well, where it was left.
+alone, so recomputation would continue from the other mode's last state. It draws from a fork of the state in
+force, seeded by a number derived from this state and by the coordinates of the rank along the axes where
+ranks must differ. So the numbers differ along these axes and, if the state in force agrees, agree along all
+others; and restoring torch's generators also restores the forks. The state in force advances by one draw for
+each fork, so that the next fork differs; a layer with optional dropout advances it only if it has drawn,
+since later draws of the user must equal those of one process. The number is a checksum of the state of
+the CPU generator: it waits for no device, sends nothing, and needs no operator that returns a value, which
+`torch.func.vmap` and fake tensors do not support. A fork is a mode of its own while it is in force, and its
+parent is saved like any other mode: a `seed` block inside finds every mode, the parent as well, in its last
+state.
 """
 
 import ctypes
@@ -51,7 +50,7 @@ R = TypeVar("R")
 
 
 def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
-    """Make the random states of a freshly launched job and put GLOBAL in force."""
+    """Make the random states of a launched job and put GLOBAL in force."""
     reset_seeds()
     set_seed(seed)
     add_seed(ParallelMode.GLOBAL, seed)
@@ -60,7 +59,7 @@ def seed_all_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
 
 
 def seed_layout_modes(seed: int, mesh: Mesh, tensor_axes: tuple[str, ...]) -> None:
-    """Make the random states that depend on the place in the mesh; the state in force is not touched."""
+    """Make the random states that depend on the place in the mesh; the state in force is not changed."""
     inner = (*(name for name in ("sp",) if name in mesh.axes), *tensor_axes)
     axes = ("dp", "pp", inner)
     dp_rank, pp_rank, tensor_rank = (mesh.axis_rank(axis) for axis in axes)
@@ -87,7 +86,7 @@ def set_seed(seed: int) -> None:
 
 
 def add_seed(mode: Hashable, seed: int, overwrite: bool = False) -> None:
-    """Give a mode a random state that starts from `seed`; the state in force is not touched.
+    """Give a mode a random state that starts from `seed`; the state in force is not changed.
 
     Raises:
         ValueError: `mode` has a state already and `overwrite` is False.
@@ -102,7 +101,7 @@ def add_seed(mode: Hashable, seed: int, overwrite: bool = False) -> None:
 
 
 def set_mode(mode: Hashable) -> None:
-    """Put the random state of a mode in force, after putting the present one aside."""
+    """Put the random state of a mode in force, after saving the present one."""
     _require(mode)
     if mode == process.random.current:
         return
@@ -129,7 +128,7 @@ def seed(mode: Hashable) -> Iterator[None]:
 
 
 def with_seed(func: Callable[P, R], mode: Hashable) -> Callable[P, R]:
-    """Return `func` such that it draws from the random state of a mode."""
+    """Return `func` with its draws from the random state of a mode."""
 
     @functools.wraps(func)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -151,7 +150,7 @@ def get_states() -> dict[Hashable, State]:
 
 
 def set_seed_states(mode: Hashable, state: Mapping[str, torch.Tensor]) -> None:
-    """Replace the random state of a mode by one that `get_states` returned."""
+    """Replace the random state of a mode by one from `get_states`."""
     _require(mode)
     process.random.states[mode] = dict(state)
     if mode == process.random.current:
@@ -159,18 +158,18 @@ def set_seed_states(mode: Hashable, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def sync_states() -> None:
-    """Put what the generators have reached into the state of the current mode."""
+    """Save the state of the generators as the state of the current mode."""
     if process.random.current is not None:
         process.random.states[process.random.current] = generator_state()
 
 
 def reset_seeds() -> None:
-    """Forget all modes; the generators stay as they are."""
+    """Drop all modes; the generators are not changed."""
     process.random = RandomStates()
 
 
 def moe_set_seed(seed: int) -> None:
-    """Seed the experts of the layers that are built from here on.
+    """Seed the experts of the layers that are built afterwards.
 
     Also make a random state that differs across the ranks of an expert-parallel group (mode MOE_MODEL).
     """
@@ -180,13 +179,13 @@ def moe_set_seed(seed: int) -> None:
 
 @contextmanager
 def drawing_expert(layer: int, number: int) -> Iterator[None]:
-    """Draw the values of an expert within the block; afterwards the generator is as before.
+    """Draw the values of an expert within the block; afterwards the generators are restored.
 
-    They follow from the seed of `moe_set_seed` and the two numbers, whatever rank holds the expert.
+    The values depend on the seed of `moe_set_seed` and the two numbers, not on the rank of the expert.
 
     Args:
-        layer: A number of the layer.
-        number: Which of all its experts.
+        layer: Number of the layer.
+        number: Number of the expert among all of the layer.
     """
     kept = generator_state()
     torch.manual_seed(mix_seed(process.random.expert_seed, "expert", layer, number))
@@ -198,11 +197,11 @@ def drawing_expert(layer: int, number: int) -> Iterator[None]:
 
 @dataclass(eq=False)
 class Fork:
-    """The mode that is in force in a block that draws from a fork.
+    """The mode in force in a block that draws from a fork.
 
     Attributes:
         parent: The mode that was in force before.
-        first: The state that the fork began with, until its parent has moved on for it.
+        first: The first state of the fork, until its parent has advanced for it.
     """
 
     parent: Hashable
@@ -211,25 +210,25 @@ class Fork:
 
 @contextmanager
 def drawing_apart(*places: Hashable, only_if_drawn: bool = False) -> Iterator[None]:
-    """Draw within the block other numbers than the ranks at other places.
+    """Draw numbers within the block that differ from those of ranks at other places.
 
-    See [Note: forks of the state in force]. Where nothing has been launched, this process is alone, and draws
-    from torch's generators.
+    See [Note: forks of the state in force]. Before a launch, this process is alone, and draws from torch's
+    generators.
 
     Args:
-        places: Coordinates of this rank along the axes where ranks must differ; default: along all.
-        only_if_drawn: Move the state in force only if the block draws. All ranks along which that state has
-            to agree do so, or none does.
+        places: Coordinates of this rank along the axes where ranks must differ. Default: along all.
+        only_if_drawn: Whether the state in force advances only if the block draws. It must be the same on all
+            ranks along which that state has to agree.
     """
     parent = process.random.current
     if parent is None:
         yield
         return
-    for other in tuple(process.random.states):  # put aside by draw_together, and not at its end yet
+    for other in tuple(process.random.states):  # saved by draw_together, and not at its end yet
         if isinstance(other, Fork) and other.parent == parent:
             _move_for(other)
-    # In place: a compiler leaves generators as they are, but would look into a function, and warn of what it
-    # finds. Not `state.numpy()`: an operator, which a mode for fake tensors refuses. Checksums take a part of
+    # Inlined: a compiler does not touch generators, but would trace a function, and warn about it.
+    # Not `state.numpy()`: an operator, which a mode for fake tensors refuses. Checksums take a fraction of
     # the time of a digest, and mix_seed digests them.
     state = torch.default_generator.get_state()
     content = ctypes.string_at(state.data_ptr(), state.nbytes)
@@ -237,7 +236,7 @@ def drawing_apart(*places: Hashable, only_if_drawn: bool = False) -> Iterator[No
     kind = "fork" if not only_if_drawn else "fork if drawn"
     seed_of_fork = mix_seed(number, kind, *map(str, places or process.random.place.ranks))
     if not only_if_drawn:
-        torch.rand((), device="cpu")  # the next fork is another one
+        torch.rand((), device="cpu")  # so that the next fork differs
     fork = Fork(parent)
     process.random.states[parent] = generator_state()
     process.random.states[fork] = {}
@@ -253,18 +252,18 @@ def drawing_apart(*places: Hashable, only_if_drawn: bool = False) -> Iterator[No
                 process.random.states[fork] = generator_state()
             process.random.current = parent
             set_generator_state(process.random.states[parent])
-        else:  # by draw_together, or by the block itself, which have put the state of the fork aside
+        else:  # draw_together, or the block itself, has saved the state of the fork
             set_mode(parent)
         _move_for(fork)
         process.random.states.pop(fork, None)
 
 
 def _move_for(fork: Fork) -> None:
-    """Move the state in force, the parent's, on by one draw if a fork has drawn: the next one is another."""
-    last = process.random.states.get(fork) or {}  # without it where states were loaded inside of the block
+    """Advance the state in force, the parent's, by one draw if a fork has drawn, so that the next differs."""
+    last = process.random.states.get(fork) or {}  # missing if states were loaded inside of the block
     for device, first in fork.first.items():
         end = last.get(device, first)
-        # Their bytes: see `drawing_apart`.
+        # Compared as bytes: see `drawing_apart`.
         if ctypes.string_at(first.data_ptr(), first.nbytes) != ctypes.string_at(end.data_ptr(), end.nbytes):
             torch.rand((), device="cpu")
             fork.first = {}
@@ -272,14 +271,14 @@ def _move_for(fork: Fork) -> None:
 
 
 def draw_together() -> None:
-    """Go back to the state that was in force before `drawing_apart`, which then has no effect to its end."""
+    """Return to the state in force before `drawing_apart`, which has no effect from then on."""
     if process.random.current is not None:
         set_mode(_whole_mode())
 
 
 @contextmanager
 def drawing_together() -> Iterator[None]:
-    """Draw within the block from the state that was in force before `drawing_apart`, if that is in force."""
+    """Draw within the block from the state in force before `drawing_apart`, if that is active."""
     if process.random.current is None:
         yield
         return
@@ -289,7 +288,7 @@ def drawing_together() -> Iterator[None]:
 
 @contextmanager
 def drawing_by_batch() -> Iterator[None]:
-    """Draw within the block other numbers than the ranks with other parts of the batch.
+    """Draw numbers within the block that differ from those of ranks with other parts of the batch.
 
     That is the state in force, except before a model has been assembled, when all ranks draw the same.
     """
@@ -308,7 +307,7 @@ def _whole_mode() -> Hashable:
 
 
 def _seed_generators(seed: int) -> None:
-    """Seed the generators of which `generator_state` returns the state, and not those of all devices."""
+    """Seed the generators whose states `generator_state` returns, and not those of all devices."""
     torch.default_generator.manual_seed(seed)
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available():
@@ -317,7 +316,7 @@ def _seed_generators(seed: int) -> None:
 
 @contextmanager
 def replay(mode: Hashable | None, states: Mapping[Hashable, State], generator: State) -> Iterator[None]:
-    """Draw within the block what was drawn from the state of a `snapshot`; afterwards all is as before."""
+    """Repeat the draws that followed a `snapshot` within the block; restore all states after it."""
     kept = snapshot()
     _restore(mode, states, generator)
     try:
@@ -343,13 +342,13 @@ def _require(mode: Hashable) -> None:
 
 
 def mix_seed(seed: int, *parts: str | int) -> int:
-    """Derive a seed that is unrelated to that of any other parts."""
+    """Derive a seed that is unrelated to the seed of any other parts."""
     digest = hashlib.blake2b(repr((seed, *parts)).encode(), digest_size=6).digest()
     return int.from_bytes(digest, "big")
 
 
 def fresh_state(seed: int) -> State:
-    """Return the state of torch's generators after seeding them; the state in force is not touched."""
+    """Return the state of torch's generators after seeding them; the state in force is not changed."""
     kept = generator_state()
     torch.manual_seed(seed)
     fresh = generator_state()
@@ -367,7 +366,7 @@ def generator_state() -> State:
 
 
 def set_generator_state(state: Mapping[str, torch.Tensor]) -> None:
-    """Go back to what `generator_state` returned; a device that it does not know is left as it is."""
+    """Restore a state from `generator_state`; the generator of a device without an entry is not changed."""
     torch.set_rng_state(state["cpu"])
     device = torch.accelerator.current_accelerator()
     if device is not None and torch.accelerator.is_available() and device.type in state:

@@ -1,12 +1,12 @@
-"""The random states of a process as plain values, to be saved with a training state and restored from one.
+"""Random states of a process as plain values, to be saved with a training state and restored from one.
 
 [Note: random states under another layout]
-A training state holds those of every rank, each with the place of the rank in the mesh. Where the layout is
-the same, each rank goes on with its own. Where it is not, a mode is asked on which axes it depends (GLOBAL on
-none, DATA on `dp` and `pp`, TENSOR on all): a rank goes on with the state of the rank that had the same
-coordinates along these, and if there was none, with a new one, made from the seed of the run, the coordinates
-and the step. So two ranks agree or differ as they should, and nobody draws again what was drawn before.
-A mode of the user's own is known by the seed that it started from.
+A training state has the random states of every rank, each with the place of the rank in the mesh. Under the
+same layout, each rank restores its own. Under another one, a state is chosen for each mode by the axes on
+which the mode depends (GLOBAL on none, DATA on `dp` and `pp`, TENSOR on all): a rank takes the state of the
+rank that had the same coordinates along these; if there was none, it gets a new one, made from the seed of
+the run, the coordinates and the step. So two ranks agree or differ as they should, and no rank repeats
+numbers of an earlier step. A user-defined mode is identified by its first seed.
 """
 
 import random
@@ -27,14 +27,14 @@ from colossalai.context._random import (
     set_generator_state,
 )
 
-# How many of a place's ranks a mode depends on.
+# Number of a place's ranks on which a mode depends.
 _NUM_AXES = {ParallelMode.GLOBAL: 0, ParallelMode.DATA: 2, ParallelMode.TENSOR: 3}
 
 Saved = Mapping[str, Any]
 
 
 def random_state() -> dict[str, Any]:
-    """Return every random state of this process (Python, numpy, torch, all modes), fit for `torch.save`."""
+    """Return every random state of this process (Python, numpy, torch, all modes), for `torch.save`."""
     assert process.random.current is None or isinstance(process.random.current, ParallelMode | str)
     return {
         "python": _python_as_plain(random.getstate()),
@@ -49,7 +49,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Saved) -> None:
-    """Go back to what `random_state` returned; modes that are not there now are left out."""
+    """Restore a state from `random_state`; modes that do not exist now are skipped."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
@@ -64,18 +64,18 @@ def set_random_state(state: Saved) -> None:
 
 
 def is_of_this_place(state: Saved) -> bool:
-    """Return whether a state is of this place in a mesh of the same sizes, and of the same devices."""
+    """Return whether a state has this place in a mesh of the same sizes, and the same devices."""
     same_devices = state["torch"].keys() == generator_state().keys()
     return same_devices and _place(state) == process.random.place
 
 
 def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]:
-    """Return the state for `set_random_state` with which this process goes on; the mode in force stays.
+    """Return the state for `set_random_state` with which this process continues; the mode in force is kept.
 
     See [Note: random states under another layout].
 
     Args:
-        saved: The states of all ranks of a run; that of this rank is enough if it `is_of_this_place`.
+        saved: The states of all ranks of a run; this rank's is enough if it `is_of_this_place`.
         step: The step at which they were saved.
     """
     here = process.random.place
@@ -86,7 +86,7 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
         _name(mode): _of_mode(mode, saved, own["torch"], step=step, is_same_place=is_same_place)
         for mode in process.random.states
     }
-    # What no mode says starts equal on all ranks: if they were still equal, they stay so.
+    # Generators outside of all modes start equal on all ranks: if they were still equal, they stay so.
     python = _of_all([state["python"] for state in saved], twin and twin["python"])
     numpy = _of_all([state["numpy"] for state in saved], twin and twin["numpy"])
     fresh = partial(mix_seed, _seed_of_run(saved), "rank", *here.ranks, "step", step)
@@ -104,7 +104,7 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
 
 
 def say_other_layout(saved: Sequence[Saved], *, step: int) -> str:
-    """Return what `fitting_random_state` does where the layout is another one, in words."""
+    """Return a description of the effect of `fitting_random_state` under another layout."""
     before, now = _place(saved[0]).sizes, process.random.place.sizes
     going_on = 1
     for size_before, size_now in zip(before, now, strict=True):
@@ -140,13 +140,13 @@ def _of_mode(
 def _complete(
     state: Mapping[str, torch.Tensor] | None, present: State, make_seed: Callable[[], int]
 ) -> State:
-    """Return a state with an entry for each device of `present`, new ones where it lacks some."""
+    """Return a state with an entry for each device of `present`; missing ones are new."""
     found = dict(state or {})
     return found if found.keys() >= present.keys() else {**fresh_state(make_seed()), **found}
 
 
 def _of_all(values: Sequence[Any], of_twin: Any) -> Any:
-    """Return the value of the rank with the same place, else that of all if they are the same, else None."""
+    """Return the value of the rank with the same place, else the common value of all ranks, else None."""
     if of_twin is not None:
         return of_twin
     return values[0] if all(_is_same(value, values[0]) for value in values) else None
@@ -161,7 +161,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 
 def _seed_of_run(saved: Sequence[Saved]) -> int:
-    """Return the seed that a run was launched with; that of this job if it was not launched."""
+    """Return the seed of a run's launch; this job's if it was not launched."""
     name = _name(ParallelMode.GLOBAL)
     found = saved[0].get("seeds", {}).get(name)
     return int(process.random.seeds.get(ParallelMode.GLOBAL, 0) if found is None else found)
@@ -183,7 +183,7 @@ def _fresh_numpy(seed: int) -> list[Any]:
 
 def _python_as_plain(state: tuple[Any, ...]) -> list[Any]:
     version, words, gauss = state
-    return [version, torch.tensor(words), gauss]  # 625 numbers in one piece
+    return [version, torch.tensor(words), gauss]  # the 625 numbers as one tensor
 
 
 def _as_plain(state: Any) -> list[Any]:

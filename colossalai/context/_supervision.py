@@ -1,20 +1,19 @@
-"""Supervision: what goes with a launched job until its end (watchdog, debug mode, kernels), and the end.
+"""Supervision of a launched job until its end (watchdog, debug mode, kernels), and the end itself.
 
 [Note: gloo threads at exit]
-A thread of a gloo group may still hold the last reference to an operation that this process has seen
-complete, and with it tensors. To drop them it needs Python's lock, and a thread that asks for the lock while
-the interpreter ends is ended by force, which aborts the process ("terminate called without an active
-exception", exit code 134). A group joins its threads when it is freed, but anybody may hold a group (DDP
-does): when the user lets a model go after the end of the job, the group is freed while Python's lock is held,
-and waits for ever for a thread that asks for it. So at the end of a job, and before the interpreter ends, we
-give up the lock until all of these threads sleep.
+A thread of a gloo group can hold the last reference to a completed operation, and with it tensors. To drop
+them it needs Python's lock, and a thread that waits for the lock while the interpreter ends is killed, which
+aborts the process ("terminate called without an active exception", exit code 134). A group joins its threads
+when it is freed, but any object can hold a group (DDP does): if the user drops a model after the end of the
+job, the group is freed while Python's lock is held, and waits forever for a thread that waits for the lock.
+So at the end of a job, and before the interpreter ends, we release the lock until all of these threads sleep.
 
 [Note: the exit code of an error at the end]
-What Python calls when it ends (`atexit`) cannot change the exit code: an error there is printed, and the code
-is 0 if the script got it so far. `os._exit` would cut off what others do after us. But if the last thing that
-the interpreter does, to flush stdout and stderr, fails, then the exit code is 120 (`sys.exit` documents it).
-So from then on stderr fails there, and only there. After a Ctrl-C at the end the process ends there by
-SIGINT, as it does after one in the script: 130 in a shell.
+Functions that Python calls at its end (`atexit`) cannot change the exit code: an error there is printed, and
+the code is 0 if the script got that far. `os._exit` would skip the functions registered before ours. But if
+the last action of the interpreter, flushing stdout and stderr, fails, then the exit code is 120 (documented
+at `sys.exit`). So from then on stderr fails there, and only there. After a Ctrl-C at the end the process ends
+there by SIGINT, as it does after one in the script: 130 in a shell.
 """
 
 import atexit
@@ -47,20 +46,20 @@ from colossalai.monitor import (
 
 DEBUG_VARIABLE = "COLOSSALAI_DEBUG"
 
-_DEBUG_SHARE = 0.8  # of the watchdog's timeout: the debug mode's error says more
+_DEBUG_SHARE = 0.8  # of the watchdog's timeout: the debug mode's error has more detail, so it comes first
 _COMMUNICATION_WORDS = (
     "gloo",
     "connection closed",
     "connection reset",
     "broken pipe",
     "nccl",
-    "ended before the others",  # of a group over shared memory
+    "ended before the others",  # an error of a group over shared memory
     "left the group",
 )
 
 
 _THREAD_NAMES = ("pt_gloo", "gloo_")
-_LIMIT_S = 2.0  # a thread that is busy for so long is not merely letting go of something
+_LIMIT_S = 2.0  # a thread that is busy for so long is doing more than dropping references
 _PAUSE_S = 0.002
 
 
@@ -74,16 +73,16 @@ def start_watching(
     device: torch.device,
     verbose: bool,
 ) -> None:
-    """Switch on what config and environment ask for; the default process group exists.
+    """Start the supervision that config and environment enable; the default process group exists.
 
     Args:
-        config: Of the job.
-        store: Where its ranks have met.
+        config: Config of the job.
+        store: Store of the job.
         rank: Global rank of this process.
         world_size: Number of ranks.
         axis_of: Returns the name of the mesh axis along some ranks.
-        device: Where this rank computes.
-        verbose: Whether rank 0 says which kernels it takes.
+        device: Device of this rank.
+        verbose: Whether rank 0 logs the chosen kernels.
     """
     limit = distributed_c10d._get_default_timeout(dist.get_backend()).total_seconds()
     options = watchdog_options(config.get("watchdog"), group_timeout=limit, world_size=world_size)
@@ -108,7 +107,7 @@ def start_watching(
 
 
 def leave_store() -> Callable[[], object]:
-    """Leave the store of the job, before its groups end; return what is to be done after it."""
+    """Leave the store of the job, before its groups end; return a function to call after that."""
     departure, process.departure = process.departure, None
     if departure is None:
         return lambda: None
@@ -117,11 +116,11 @@ def leave_store() -> Callable[[], object]:
 
 
 def stop_watching() -> None:
-    """Switch it off. At the end of a process it must be: a thread may not outlive the interpreter."""
+    """Stop the supervision; required at the end of a process, as a thread may not outlive the interpreter."""
     error = getattr(sys, "last_value", None)
     while process.watching:
         watchdog, stack = process.watching.pop()
-        if watchdog is not None:  # the last to come is the first to go: both put wrappers around messages
+        if watchdog is not None:  # in reverse order of their start: both wrap the messages
             watchdog.stop(f"has ended: {type(error).__name__}: {error}" if error is not None else "")
         stack.close()
     if isinstance(sys.excepthook, _ErrorHook):
@@ -129,17 +128,17 @@ def stop_watching() -> None:
 
 
 def is_in_job() -> bool:
-    """Return whether a job was launched here and has not ended: its end does what `before_end` asks."""
+    """Return whether a job was launched here and has not ended; its end runs the actions of `before_end`."""
     return bool(process.watching)
 
 
 def is_watched() -> bool:
-    """Return whether the job that was launched here has a watchdog."""
+    """Return whether the launched job has a watchdog."""
     return bool(process.watching) and process.watching[-1][0] is not None
 
 
 def is_debugging(config: Config) -> bool:
-    """Whether the environment, or else the config, asks for the debug mode.
+    """Return whether the environment, or else the config, enables the debug mode.
 
     Raises:
         ValueError: The environment variable is neither 0 nor 1.
@@ -151,20 +150,20 @@ def is_debugging(config: Config) -> bool:
 
 
 class _ErrorHook:
-    """A `sys.excepthook` that adds to "connection closed by peer" which rank is gone.
+    """A `sys.excepthook` that adds the lost rank to errors such as "connection closed by peer".
 
     Args:
-        previous: The hook that shows the error then.
+        previous: The hook that then prints the error.
     """
 
     def __init__(self, previous: Any) -> None:
         self.previous = previous
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Add a note, if it looks as if a rank is gone, and go on."""
+        """Add a note to an error of communication, and call the previous hook."""
         watchdog = process.watching[-1][0] if process.watching else None
         if watchdog is not None and watchdog.has_spoken:
-            return  # the process is about to end, and what comes now comes from that
+            return  # the process is about to end, and this error is a consequence
         text = str(error).lower()
         is_communication = isinstance(error, dist.DistNetworkError) or (
             isinstance(error, RuntimeError) and any(w in text for w in _COMMUNICATION_WORDS)
@@ -172,20 +171,20 @@ class _ErrorHook:
         if watchdog is not None and is_communication:
             for line in watchdog.troubles_soon():
                 error.add_note(line)
-            if line := watchdog.disagreement_soon():  # the loss of a connection is what came of it
+            if line := watchdog.disagreement_soon():  # the cause of the lost connection
                 kind, cause, error = DisagreementError, error, DisagreementError(line)
                 error.__cause__ = cause
         self.previous(kind, error, trace)
 
 
 def before_end(action: Callable[[], object]) -> None:
-    """Have something done, once, before the groups of this job are destroyed."""
+    """Register an action to run once, before the groups of this job are destroyed."""
     if action not in process.before_end:
         process.before_end.append(action)
 
 
 def prepare_end() -> None:
-    """Do what was asked to be done before the end; an error in it is raised when all of it has been tried."""
+    """Run the actions of `before_end`; the first error is raised after all of them have run."""
     first: Exception | None = None
     while process.before_end:
         try:
@@ -197,7 +196,7 @@ def prepare_end() -> None:
 
 
 def fail_at_end(error: Exception) -> None:
-    """Show an error that is known only while the interpreter ends, and let the exit code be 120.
+    """Print an error at the end of the interpreter, and make the exit code 120.
 
     See [Note: the exit code of an error at the end]. After an error in the script, which has its own code, it
     is logged.
@@ -210,7 +209,7 @@ def fail_at_end(error: Exception) -> None:
 
 
 def interrupt_at_end() -> None:
-    """Let the process end by SIGINT, when all that is to be done at its end has been done.
+    """Make the process end by SIGINT, after all other actions at its end.
 
     See [Note: the exit code of an error at the end].
     """
@@ -227,11 +226,11 @@ def _interrupt() -> None:
 
 
 class _FailingAtEnd:
-    """A stream like another one, but for its last flush.
+    """A stream that fails in its last flush, and otherwise works as another one.
 
     Args:
-        stream: The other one.
-        fail: What is done after that flush.
+        stream: The other stream.
+        fail: Function to call after that flush.
     """
 
     def __init__(self, stream: Any, fail: Callable[[], object]) -> None:
@@ -242,7 +241,7 @@ class _FailingAtEnd:
         return getattr(self._stream, name)
 
     def flush(self) -> None:
-        """Flush; fail if it is the interpreter that asks, at its end: it is silent about it."""
+        """Flush; call `fail` if the interpreter flushes at its end, without a message of its own."""
         self._stream.flush()
         if sys.is_finalizing():
             self._fail()
@@ -253,12 +252,12 @@ def let_gloo_threads_rest() -> None:
     end = time.monotonic() + _LIMIT_S
     restful = 0
     while restful < 2 and time.monotonic() < end:
-        time.sleep(_PAUSE_S)  # gives up the lock
+        time.sleep(_PAUSE_S)  # releases the lock
         restful = 0 if any(state != "S" for state in _gloo_thread_states()) else restful + 1
 
 
 def _gloo_thread_states() -> list[str]:
-    """Return the states of the gloo threads, as Linux names them; none where it does not say."""
+    """Return the states of the gloo threads in Linux's letters; empty on other systems."""
     states = []
     for task in Path("/proc/self/task").glob("*"):
         try:

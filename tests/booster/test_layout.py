@@ -152,7 +152,7 @@ def configured() -> None:
     booster = Booster(plugin=plugin)
     assert booster.mesh is gpc.mesh is mesh
     booster.boost(model)
-    with pytest.raises(ConfigException, match=r"launched with parallel=.* the plugin says"):
+    with pytest.raises(ConfigException, match=r"launched with parallel=.* the plugin has"):
         HybridParallelPlugin(tp_size=1).configure()
     gpc.destroy()
 

@@ -263,7 +263,7 @@ def test_the_documented_initializer_returns_tuples(documented, rows):
             (0, 2, None, [1, 3], "new_mode"),
             "rank 3 is number 0 of the 2 ranks of 'new_mode', whose ranks are",
         ),
-        ((0, 2, None, [0, 1], "new_mode"), "it must stand among them"),
+        ((0, 2, None, [0, 1], "new_mode"), "it must be among them"),
     ],
 )
 def test_what_else_an_initializer_returns_is_said(documented, rows, message):

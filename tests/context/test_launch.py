@@ -245,7 +245,7 @@ def test_a_master_that_says_nothing_is_named_in_time(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_ADDR2LINE", "1")  # the client ends sooner when the test has ended
     with socket.create_server(("127.0.0.1", 0)) as server:
         message = reason_against("127.0.0.1", server.getsockname()[1])
-        assert message.endswith("(what listens there says nothing)")
+        assert message.endswith("(the server there does not answer)")
         for _ in range(2):  # the first look, and torch's client
             server.accept()[0].close()
     for thread in threading.enumerate():
@@ -358,9 +358,9 @@ def test_launchers_read_their_variables(monkeypatch):
         ({"seed": "abc"}, "seed is 'abc', a str; it must be an int"),
         ({"seed": -1}, "seed is -1; it must be from 0"),
         ({"host": None}, "host is None; it must be the name or the address"),
-        ({"backend": "foo"}, "backend is 'foo': torch knows no such library; use one of auto"),
-        ({"backend": "cpu:gloo,cuda:foo"}, "backend is 'cpu:gloo,cuda:foo': torch knows no such"),
-        ({"backend": None}, "backend is None: torch knows no such"),
+        ({"backend": "foo"}, "backend is 'foo': torch has no such library; use one of auto"),
+        ({"backend": "cpu:gloo,cuda:foo"}, "backend is 'cpu:gloo,cuda:foo': torch has no such"),
+        ({"backend": None}, "backend is None: torch has no such"),
     ],
 )
 def test_wrong_arguments(arguments, message):

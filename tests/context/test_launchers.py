@@ -95,9 +95,9 @@ def test_ranks_of_openmpi_meet_at_mpirun():
     assert openmpi_host(OMPI_COMM_WORLD_LOCAL_SIZE="2") == "127.0.0.1"
     own = {"OMPI_COMM_WORLD_RANK": "0", "OMPI_MCA_orte_hnp_uri": "1.0;tcp://127.0.0.1:2"}
     assert openmpi_host(**own) == "127.0.0.1"
-    with pytest.raises(ValueError, match=r"mpirun elsewhere, at 192.0.2.1, so that .* give host"):
+    with pytest.raises(ValueError, match=r"mpirun on another host, at 192.0.2.1, so that .* give host"):
         openmpi_host(OMPI_COMM_WORLD_RANK="0", OMPI_MCA_orte_hnp_uri="1.0;tcp://192.0.2.1:2")
-    with pytest.raises(ValueError, match=r"this mpirun does not say where it runs .* give host"):
+    with pytest.raises(ValueError, match=r"this mpirun does not publish its address .* give host"):
         openmpi_host(OMPI_MCA_orte_hnp_uri=None)
 
 

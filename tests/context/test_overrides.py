@@ -67,11 +67,11 @@ def test_an_override_goes_before_the_config_which_stays_as_it_is() -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("fp16", "--set 'fp16' is no override: write KEY=VALUE"),
-        ("=1", "is no override"),
-        ("fp16..mode=bf16", "is no override"),
-        ("a-b=1", "is no override"),
-        ("lr=", "nothing stands behind the '='"),
+        ("fp16", "--set 'fp16' is not an override: write KEY=VALUE"),
+        ("=1", "is not an override"),
+        ("fp16..mode=bf16", "is not an override"),
+        ("a-b=1", "is not an override"),
+        ("lr=", "no value follows the '='"),
         ("parallel={'pipeline': 2", "neither a Python nor a JSON literal"),
         ("parallel=dict(pipeline=2)", "neither a Python nor a JSON literal"),
     ],
@@ -86,7 +86,7 @@ def test_bad_syntax_is_told(word: str, message: str) -> None:
 @pytest.mark.parametrize(
     ("word", "message"),
     [
-        ("lrr=1", "--set lrr: the config has no 'lrr', and it is no feature; did you mean 'lr'?"),
+        ("lrr=1", "--set lrr: the config has no 'lrr', and it is not a feature; did you mean 'lr'?"),
         ("fp61.mode=bf16", "did you mean 'fp16'?"),
         ("model.dept=1", "--set model.dept: the config has no 'dept'.* did you mean 'depth'?"),
         ("lr.a=1", "--set lr.a: lr is 0.1 in the config, which has no keys: set lr itself"),
@@ -111,7 +111,7 @@ def test_launch_takes_them_from_the_environment_and_checks_features(
     with pytest.raises(ConfigException, match=r"fp16 .*has no key 'mod': did you mean 'mode'"):
         context.init_parallel_groups(rank=0, world_size=1)
     monkeypatch.setenv(OVERRIDES_VARIABLE, "'lr")
-    with pytest.raises(ConfigException, match="is no list of words"):
+    with pytest.raises(ConfigException, match="is not a list of words"):
         context.load_config(None)
 
 

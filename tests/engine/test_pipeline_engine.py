@@ -271,7 +271,7 @@ def plugin_mistakes() -> None:
     plugin.configure()
     with pytest.raises(ValueError, match="which TorchDDPPlugin does not run"):
         Booster(plugin=TorchDDPPlugin())
-    with pytest.raises(ValueError, match=r"launched with parallel=.* the plugin says"):
+    with pytest.raises(ValueError, match=r"launched with parallel=.* the plugin has"):
         Booster(plugin=HybridParallelPlugin(tp_size=2))
     booster = Booster(plugin=plugin)
     model = nn.Linear(2, 2)

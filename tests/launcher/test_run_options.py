@@ -58,7 +58,7 @@ def dry_run(*args: str) -> dict[str, str]:
         (("--host", "a:2", "--nproc_per_node", "3"), "--nproc_per_node 3 is more than the 2 slots of a"),
         (("--host", "a", "--max-restarts", "-1"), "--max-restarts -1 is negative"),
         (("--host", "a", "--timeout", "0"), "--timeout 0 leaves no time to start"),
-        (("--set", "fp16.mode"), "--set 'fp16.mode' is no override: write KEY=VALUE"),
+        (("--set", "fp16.mode"), "--set 'fp16.mode' is not an override: write KEY=VALUE"),
         (("--env", "A-B=1"), "--env 'A-B=1' is not a variable; write NAME=VALUE"),
         (("--env", "NOT_SET_HERE"), "--env NOT_SET_HERE: it is not set here; write NOT_SET_HERE=VALUE"),
         (("--host", "a", "--extra_launch_args", "rdzv_backend=c10d"), "'rdzv_backend' is not known here"),

@@ -194,7 +194,7 @@ def test_what_does_not_fit_is_refused_before_ranks_meet(tmp_path: Path) -> None:
         assert "the plan is for 4 ranks (dp " in said
         assert "and the job has 2: start 4 processes, or make a plan for 2 by make_plan" in said
     assert "auto.plan: the plan 'nowhere.json' cannot be read" in found["file"]
-    assert "the config has both auto and fp16: the plan says the precision" in found["fp16"]
+    assert "the config has both auto and fp16: the plan determines the precision" in found["fp16"]
 
 
 def deeper() -> nn.Module:
@@ -269,12 +269,12 @@ def test_a_part_of_the_model_has_some_of_its_names() -> None:
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        ({"auto": {"plan": "p", "parallel": 2}}, r"auto has no key 'parallel'.* knows \['plan'\]"),
+        ({"auto": {"plan": "p", "parallel": 2}}, r"auto has no key 'parallel'.* its keys are \['plan'\]"),
         ({"auto": {"plam": "p"}}, "auto has no key 'plam': did you mean 'plan'"),
         ({"auto": {}}, "auto has no plan: write auto=dict"),
         ({"auto": "plan.json"}, r"auto is a str; it must be a dict: auto=dict\(plan"),
         *(
-            ({"auto": {"plan": "p"}, key: value}, f"the config has both auto and {key}: the plan says ")
+            ({"auto": {"plan": "p"}, key: value}, f"the config has both auto and {key}: the plan determines ")
             for key, value in {
                 "parallel": {"pipeline": 2},
                 "zero": {"stage": 1},

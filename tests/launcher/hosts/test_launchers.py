@@ -79,4 +79,4 @@ def test_mpirun_on_one_node_that_is_another_than_mpirun_runs_on(network: Network
 def test_mpirun_that_runs_elsewhere_than_rank_0_needs_a_host(network: Network, folder: Path):
     done = mpirun(network, folder, "host2:1,host3:1")
     assert done.returncode != 0
-    assert "ValueError: rank 0 runs on host2 and mpirun elsewhere, at 10.77.0.1, so that" in done.stderr
+    assert "ValueError: rank 0 runs on host2 and mpirun on another host, at 10.77.0.1, so that" in done.stderr
