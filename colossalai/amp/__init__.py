@@ -1,4 +1,4 @@
-"""Mixed precision: what surrounds the forward, how the loss is scaled, and when a step is skipped."""
+"""Mixed precision: the context of the forward, loss scaling, and skipped steps."""
 
 from functools import partial
 from typing import TYPE_CHECKING

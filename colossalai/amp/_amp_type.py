@@ -1,4 +1,4 @@
-"""The mixed-precision modes of a config, and the conversion of single components outside the doors."""
+"""Mixed-precision modes of a config, and the conversion of single components without `initialize`."""
 
 from collections.abc import Callable, Mapping
 from enum import Enum
@@ -34,7 +34,7 @@ def bf16(*, master_weights: bool = False) -> Precision:
     """Return one of the two ways to use bfloat16.
 
     Args:
-        master_weights: Hold the model in bfloat16, with float32 masters in the optimizer; default: autocast.
+        master_weights: Hold the model in bfloat16, with float32 masters in the optimizer. Default: autocast.
 
     Raises:
         ValueError: `master_weights` is not a bool.
@@ -55,7 +55,7 @@ def precision_of(mode: AMP_TYPE | str, options: Mapping[str, Any] | None = None)
     """Return the precision of a mode with its options.
 
     Raises:
-        ValueError: `mode` is unknown, or `options` has an option or a value that the mode does not take.
+        ValueError: `mode` is unknown, or `options` has an option or a value that the mode does not accept.
     """
     amp_type = _amp_type(mode, "the mode")
     try:
@@ -71,7 +71,7 @@ def precision_of_config(fp16: Mapping[str, Any]) -> Precision:
 
     Raises:
         ConfigException: `fp16` is not a dict, its mode is missing or unknown, or it has a key or a value that
-            the mode does not take.
+            the mode does not accept.
     """
     check_mapping(fp16, "fp16", example="fp16=dict(mode=AMP_TYPE.TORCH)")
     if "mode" not in fp16:
@@ -126,20 +126,19 @@ def convert_to_amp(
 ) -> tuple[nn.Module, OptimizerWrapper, Callable[..., torch.Tensor]]:
     """Give a model, an optimizer and a criterion mixed precision without `colossalai.initialize`.
 
-    Call `optimizer.backward(loss)` in place of `loss.backward()`. The criterion stays as it is: the model's
-    output comes back as float32. All ranks of the default process group, if there is one, decide together on
-    overflow.
+    Call `optimizer.backward(loss)` instead of `loss.backward()`. The criterion is not changed: the model's
+    output is float32. All ranks of the default process group, if there is one, decide together on overflow.
 
     Args:
-        model: The model; its parameters stay in their dtype, unless the mode casts them.
+        model: The model; its parameters keep their dtype, unless the mode casts them.
         optimizer: Its optimizer.
         criterion: The loss function.
         mode: The mixed-precision mode.
         amp_config: Options of the mode, as in `fp16=dict(mode=..., ...)` of a config, and `clip_grad_norm`,
-            the bound of the gradient norm to which every step clips.
+            the bound of the gradient norm in every step.
 
     Raises:
-        ValueError: `mode` is unknown, `amp_config` has an option or a value that the mode does not take, or
+        ValueError: `mode` is unknown, `amp_config` has an option or a value that the mode does not accept, or
             `model` or `optimizer` is of another type or converted already.
     """
     options = {key: value for key, value in (amp_config or {}).items() if key != "mode"}
@@ -147,7 +146,7 @@ def convert_to_amp(
     precision = precision_of(mode, options)
     _check_components(model, optimizer)
     names = {param: name for name, param in model.named_parameters()}
-    # Not float32: the caller may still wrap the model in DistributedDataParallel.
+    # Not float32: the caller can still wrap the model in DistributedDataParallel.
     masters = precision.convert_model(model, float32_grads=False).stand_in(optimizer)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     wrapped = OptimizerWrapper(
@@ -172,13 +171,13 @@ def convert_to_torch_amp(
     """Give components autocast to float16 with a dynamic loss scale; see `convert_to_amp`.
 
     Args:
-        model: The model; its parameters stay in their dtype.
+        model: The model; its parameters keep their dtype.
         optimizer: Its optimizer.
-        criterion: The loss function, returned as it is.
+        criterion: The loss function, returned unchanged.
         amp_config: Options as in `fp16=dict(mode=AMP_TYPE.TORCH, ...)` of a config.
 
     Raises:
-        ValueError: `amp_config` has an option or a value that the mode does not take, or `model` or
+        ValueError: `amp_config` has an option or a value that the mode does not accept, or `model` or
             `optimizer` is of another type or converted already.
     """
     converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.TORCH, amp_config)
@@ -196,7 +195,7 @@ def convert_to_naive_amp(
         amp_config: Options as in `fp16=dict(mode=AMP_TYPE.NAIVE, ...)` of a config.
 
     Raises:
-        ValueError: `amp_config` has an option or a value that the mode does not take, or `model` or
+        ValueError: `amp_config` has an option or a value that the mode does not accept, or `model` or
             `optimizer` is of another type or converted already.
     """
     converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.NAIVE, amp_config)
@@ -214,7 +213,7 @@ def convert_to_apex_amp(
         amp_config: Options as in `fp16=dict(mode=AMP_TYPE.APEX, ...)` of a config.
 
     Raises:
-        ValueError: `amp_config` has an option or a value that the mode does not take, or `model` or
+        ValueError: `amp_config` has an option or a value that the mode does not accept, or `model` or
             `optimizer` is of another type or converted already.
     """
     converted, wrapped, _ = convert_to_amp(model, optimizer, _no_criterion, AMP_TYPE.APEX, amp_config)
@@ -228,8 +227,8 @@ def _check_components(model: Any, optimizer: Any) -> None:
         raise ValueError(f"the optimizer is a {type(optimizer).__name__}; it must be a torch.optim.Optimizer")
     if isinstance(optimizer, OptimizerWrapper):
         raise ValueError(
-            "this optimizer has its precision already, from a door or a conversion before: pass the one you "
-            "built yourself"
+            "this optimizer has its precision already, from boost, initialize or a conversion: pass the one "
+            "you built yourself"
         )
 
 

@@ -1,19 +1,19 @@
 """States of the gradients of an optimizer between its backwards and its step, and the moves between them.
 
 [Note: states of gradients]
-A backward leaves gradients that contain the loss scale (`SCALED`). Once for all optimizers of the model whose
-gradients are scaled, it is decided whether they are finite: `ACCEPTED`, or `OVERFLOWED`. Accepted ones are
-divided by the scale when their optimizer needs them (`TRUE`). After a step, and until they are forgotten,
-gradients are `STALE`: decisions of other optimizers leave them out, also when a backward of another optimizer
-adds to them (`MIXED`). A backward of their own optimizer adds to them, as in torch: to what they are by then,
-clipped or not, and multiplied by the scale again.
+A backward adds gradients that contain the loss scale (`SCALED`). Once for all optimizers of the model with
+scaled gradients, it is decided whether they are finite: `ACCEPTED`, or `OVERFLOWED`. Accepted gradients are
+divided by the scale when their optimizer needs them (`TRUE`). After a step, until they are cleared, gradients
+are `STALE`: decisions of other optimizers leave them out, also when a backward of another optimizer adds to
+them (`MIXED`). A backward of their own optimizer adds to them, as in torch: to their present values, clipped
+or not, multiplied by the scale again.
 """
 
 from enum import Enum, auto
 
 
 class GradState(Enum):
-    """What the gradients of an optimizer are; see [Note: states of gradients]."""
+    """State of the gradients of an optimizer; see [Note: states of gradients]."""
 
     EMPTY = auto()
     SCALED = auto()
@@ -25,7 +25,7 @@ class GradState(Enum):
 
 
 class GradEvent(Enum):
-    """What happens to the gradients of an optimizer."""
+    """Event that changes the state of an optimizer's gradients."""
 
     BACKWARD = auto()  # of their optimizer
     OTHER_BACKWARD = auto()  # of another optimizer of the model
@@ -50,7 +50,7 @@ MOVES: dict[GradState, dict[GradEvent, GradState]] = {
         **_ALWAYS,
         **_DECIDE,
         GradEvent.OTHER_BACKWARD: GradState.SCALED,
-        GradEvent.STEP: GradState.STALE,  # with a closure, which goes without a scale
+        GradEvent.STEP: GradState.STALE,  # with a closure, which has no scale
     },
     GradState.ACCEPTED: {
         **_ALWAYS,
@@ -70,4 +70,4 @@ MOVES: dict[GradState, dict[GradEvent, GradState]] = {
     GradState.STALE: {**_ALWAYS, **_DECIDE, GradEvent.OTHER_BACKWARD: GradState.MIXED},
     GradState.MIXED: {**_ALWAYS, **_DECIDE, GradEvent.OTHER_BACKWARD: GradState.MIXED},
 }
-"""For each state the state after each event that is legal in it."""
+"""For each state, the next state after each legal event."""

@@ -22,12 +22,12 @@ class OptimizerGroup:
     See [Note: one scale for the optimizers of a model].
 
     Args:
-        scaler: The loss scaler. Default: one that leaves losses as they are.
+        scaler: The loss scaler. Default: no scaling.
         ranks: The ranks that decide together; None for this process alone.
         replicas: The ranks over which gradients are averaged, so that losses can have weights; None for this
             process alone.
         after_step: The updates of the model that follow its optimizer step, such as the moves of routing
-            biases, in order: called after each update by the first member. Default: none.
+            biases, in order; the first member calls them after each update. Default: none.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class OptimizerGroup:
         return scale
 
     def note_loss(self, loss: LossTerm, by: "Gradients") -> None:
-        """Note with all members the loss of a backward of one of them.
+        """Record the loss of a backward of one member with all members.
 
         Raises:
             ValueError: Losses with and without a weight would add up.
@@ -62,12 +62,12 @@ class OptimizerGroup:
             each.weights.add(loss.weight, total, is_own=each is by)
 
     def decide(self, by: "Gradients") -> None:
-        """Take gradients and decide whether they are finite: those of one member, and all that wait for it.
+        """Take the gradients of a member, and all scaled ones, and decide whether they are finite.
 
         Collective, with one all-reduce of one int64 over the ranks, if the scaler can skip steps.
 
         Raises:
-            ValueError: `by` has gradients of a backward whose loss scale is not known.
+            ValueError: `by` has gradients of a backward with an unknown loss scale.
         """
         if not self.scaler.skips:
             by.take(Decision())
@@ -82,13 +82,13 @@ class OptimizerGroup:
 
 
 class Gradients:
-    """The gradients of one optimizer. Whatever is asked of them is of true ones: averaged, without a scale.
+    """The gradients of one optimizer; its methods return or change true ones: averaged, without a scale.
 
     See [Note: states of gradients].
 
     Args:
         optim: The optimizer.
-        stand_ins: What it updates in the place of parameters of the model.
+        stand_ins: Tensors that it updates instead of the model's parameters.
         group: The optimizers of the model.
         places: Place of each parameter in the model.
         stages: See `OptimizerWrapper`.
@@ -98,9 +98,9 @@ class Gradients:
         state: The state of the gradients.
         decision: The decision on them; None before it, and after the step.
         weights: The weights of their losses.
-        plan: The flat lists of what the optimizer updates.
-        has_run: Whether there was a backward since the last step, or since they were forgotten.
-        were_stepped_with: Whether the last step had gradients, and they have not been forgotten since.
+        plan: Flat lists of the tensors that the optimizer updates.
+        has_run: Whether there was a backward since the last step or `forget`.
+        were_stepped_with: Whether the last step had gradients, and they have not been cleared since.
     """
 
     def __init__(
@@ -124,9 +124,9 @@ class Gradients:
         self._places = places
         self._stages = stages
         self._counts = counts
-        self._scale: float | None = None  # that the gradients contain; None: there are none, or they are true
-        self._weights_factor: torch.Tensor | None = None  # by which sums become means, once they are taken
-        self._factor: float | torch.Tensor = 1.0  # by which the last gradients became true
+        self._scale: float | None = None  # contained in the gradients; None: there are none, or they are true
+        self._weights_factor: torch.Tensor | None = None  # turns sums into means, once they are taken
+        self._factor: float | torch.Tensor = 1.0  # that made the last gradients true
         self.plan = self._lower([param for each in optim.param_groups for param in each["params"]])
         group.members.append(self)
 
@@ -139,24 +139,24 @@ class Gradients:
 
     @property
     def exist(self) -> bool:
-        """Whether there is something to step with: of a backward, or assigned by users."""
+        """Whether there are gradients for a step, from a backward or assigned by users."""
         return self.has_run or any(param.grad is not None for param in self.plan.params)
 
     @property
     def are_copies(self) -> bool:
-        """Whether the optimizer has copies, in another dtype, of the gradients that backwards leave."""
+        """Whether the optimizer has copies, in another dtype, of the gradients from backwards."""
         plan = self.plan
         pairs = zip(plan.params, plan.model_params, strict=True)
         return any(held.dtype != param.dtype for held, param in pairs)
 
     def move(self, event: GradEvent) -> None:
-        """Go on to the state after an event, which is legal."""
+        """Change the state by a legal event."""
         after = MOVES[self.state].get(event)
         assert after is not None, f"gradients that are {self.state.name} cannot {event.name}"
         self.state = after
 
     def start_backward(self, scale: float, event: GradEvent) -> None:
-        """Prepare for a backward whose loss is multiplied by `scale`; the gradients that are there follow it.
+        """Prepare for a backward with a loss scale; present gradients are rescaled to it.
 
         Args:
             scale: The loss scale.
@@ -165,11 +165,11 @@ class Gradients:
         is_own = event is GradEvent.BACKWARD
         is_spent = is_own and self.weights.kind is LossKind.SPENT
         if is_spent and not self._stand_ins.has_grads(self.current_plan().params):
-            self.weights.forget()  # users have dropped the gradients
+            self.weights.forget()  # users have cleared the gradients
         if self._scale is None:
-            if self.state is GradState.EMPTY:  # but for gradients that users have assigned
+            if self.state is GradState.EMPTY:  # except gradients that users have assigned
                 self._scale_untaken(scale)
-            else:  # they may be clipped, and are scaled no more
+            else:  # they can be clipped, and have no scale any more
                 self._stand_ins.put_back_grads(scale, untaken=scale * self._factor)
                 self._scale_own(scale)
         else:
@@ -180,11 +180,11 @@ class Gradients:
     def prepare(self) -> bool:
         """Make the gradients true, once between a backward and the step; return whether they are finite.
 
-        Here they are divided by the loss scale and by the weight of all losses, and nowhere else. Collective.
+        This is the only division by the loss scale and by the weight of all losses. Collective.
         """
         if self.decision is None:
             self._group.decide(self)
-        else:  # users can have dropped gradients since they were taken
+        else:  # users can have cleared gradients since they were taken
             self._stand_ins.follow_users()
         if self.state is GradState.ACCEPTED:
             scale = 1.0 if self._scale is None else self._scale
@@ -199,7 +199,7 @@ class Gradients:
         return self.state is GradState.TRUE
 
     def take(self, decision: Decision | None = None) -> None:
-        """Finish what averages the gradients, and give them to the stand-ins; collective.
+        """Finish the reduction of the gradients, and give them to the stand-ins; collective.
 
         Args:
             decision: The decision on them, if there is one already.
@@ -211,12 +211,12 @@ class Gradients:
             self.follow(decision)
 
     def follow(self, decision: Decision) -> None:
-        """Take over a decision on the gradients."""
+        """Apply a decision on the gradients."""
         self.decision = decision
         self.move(GradEvent.ACCEPT if decision.overflow is None else GradEvent.REJECT)
 
     def refuse_unknown_scale(self) -> None:
-        """Refuse gradients of a backward that the optimizers do not know of.
+        """Refuse gradients of a backward that was not run by an optimizer of the model.
 
         Raises:
             ValueError: A parameter has such a gradient, and losses are scaled.
@@ -226,24 +226,25 @@ class Gradients:
             raise ValueError(
                 f"{type(self._optim).__name__}: a step without a backward whose loss scale is known: run it "
                 "by optimizer.backward(loss), booster.backward(loss, optimizer) or engine.backward(loss), "
-                "with an optimizer of the same model. One loss of two models that went through a door each, "
-                "too, has one scale only: put them into one model, or take bfloat16, which has none"
+                "with an optimizer of the same model. One loss of two models that were boosted or "
+                "initialized separately has one scale only: put them into one model, or take bfloat16, which "
+                "has none"
             )
 
     def clip_norm(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Bound their norm over all ranks, and return it as it was; after `prepare`; collective."""
+        """Clip their norm over all ranks, and return the norm before; after `prepare`; collective."""
         norm = grad_norm(self.plan.norm_groups, norm_type, stages=self._stages, windows=self._windows())
         self.multiply((max_norm / (norm + 1e-6)).clamp(max=1.0))  # 1e-6 as in torch.nn.utils.clip_grad_norm_
         return norm
 
     def clip_values(self, bound: float) -> None:
-        """Limit their elements to `[-bound, bound]`; after `prepare`."""
+        """Clamp their elements to `[-bound, bound]`; after `prepare`."""
         for run in self._runs():
             for grad in local_grads(run):
                 grad.clamp_(-bound, bound)
 
     def num_zeros(self) -> int:
-        """Return how many of their elements are 0, over all ranks; after `prepare`; collective."""
+        """Return the number of zero elements over all ranks; after `prepare`; collective."""
         return num_zero_grads(self.plan.norm_groups, stages=self._stages, windows=self._windows())
 
     def multiply(self, factor: float | torch.Tensor) -> None:
@@ -252,7 +253,7 @@ class Gradients:
             scale_grads(run, factor)
 
     def placed_runs(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int]]]:
-        """Yield the parameters in runs that can be in memory together, and their places in the model."""
+        """Yield the parameters in runs that fit into memory together, and their places in the model."""
         plan = self.plan
         if not self._stand_ins.is_paged:
             yield plan.params, plan.places
@@ -262,7 +263,7 @@ class Gradients:
             yield run, [place_of[id(param)] for param in run]
 
     def end_step(self, *, had_gradients: bool) -> None:
-        """Note that a step was made, or skipped."""
+        """Record a step that was made or skipped."""
         self.move(GradEvent.STEP)
         self.decision = self._scale = None
         self.has_run, self.were_stepped_with = False, had_gradients
@@ -271,7 +272,7 @@ class Gradients:
             self.weights.renew_unit()
 
     def forget(self) -> None:
-        """Note that there are no gradients."""
+        """Record that there are no gradients."""
         self.move(GradEvent.FORGET)
         self.decision = self._scale = None
         self.has_run = self.were_stepped_with = False
@@ -284,18 +285,18 @@ class Gradients:
         return self._stand_ins.windows if self._stand_ins.is_paged else None
 
     def _runs(self) -> Iterable[Sequence[nn.Parameter]]:
-        """Yield the parameters in runs that can be in memory together."""
+        """Yield the parameters in runs that fit into memory together."""
         params = self.plan.params
         return self._stand_ins.windows(params) if self._stand_ins.is_paged else (params,)
 
     def _scale_untaken(self, factor: float) -> None:
-        """Multiply what backwards have left, before it is taken."""
+        """Multiply gradients from backwards that have not been taken yet."""
         if factor != 1.0:
             self._stand_ins.scale_grads(factor)
             self._scale_own(factor)
 
     def _scale_own(self, factor: float) -> None:
-        """Multiply the gradients of those parameters of the model that the optimizer updates themselves."""
+        """Multiply the gradients of those parameters of the model that the optimizer updates itself."""
         if factor != 1.0:
             plan = self.current_plan()
             pairs = zip(plan.params, plan.model_params, strict=True)

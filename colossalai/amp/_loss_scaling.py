@@ -1,23 +1,22 @@
-"""Loss scaling: multiply the loss, lest small gradients vanish in float16; divide before the step.
+"""Loss scaling: multiply the loss, so that small gradients do not underflow in float16; divide later.
 
 [Note: one overflow decision]
-An inf or nan may stand in the gradients of one rank only (each rank of a sharded model sees its own slices).
-If that rank alone skipped its step, the replicas would drift apart. So the ranks take the maximum of their
-findings, once per step, and all skip or none does. A finding is one number: 0 if all is well, else the larger
-the earlier the parameter stands in the model, then the lower the rank. Its maximum over the ranks thus says
-which parameter is the first, and who has it, without a message more.
+An inf or nan can be in the gradients of one rank only (each rank of a sharded model sees its own slices). If
+that rank alone skipped its step, the replicas would diverge. So the ranks take the maximum of their findings,
+once per step, and all skip or none does. A finding is one number: 0 if all gradients are finite, else larger
+for an earlier parameter of the model, then for a lower rank. So its maximum over the ranks identifies the
+first parameter and its rank, without another message.
 
 [Note: one scale for the optimizers of a model]
-A backward multiplies one loss by one scale, and leaves gradients that hold it in every optimizer of the
-model. So those share a scaler. Each notes the scale of the latest backward, whichever of them ran it, and
-divides out that one: by the time of its step, the scaler may have moved on because of another's. Gradients
-that wait, to be added to, follow the scale before a backward with another one adds to them.
+A backward multiplies one loss by one scale, and adds gradients that contain it in every optimizer of the
+model. So those share a scaler. Each records the scale of the latest backward, of any of them, and divides by
+that one: by the time of its step, the scaler may have changed after a step of another optimizer. Gradients
+that are kept for accumulation are rescaled before a backward with another scale adds to them.
 
-The first one that asks looks at the gradients of all that wait for their step: if one of them has an
-overflow, all skip, and the scaler counts one step. One whose gradients are nobody's any more (it has made or
-skipped its step, and has not forgotten them yet) is not asked: what a later backward adds to them is thrown
-away, and an inf in them is an old one. All this follows from the order of the program's calls, so all ranks
-decide alike.
+The first optimizer that needs a decision checks the gradients of all that wait for their step: if one of them
+has an overflow, all skip, and the scaler counts one step. An optimizer that has made or skipped its step, and
+has not cleared its gradients yet, is left out: additions of a later backward are thrown away, and an inf in
+them is an old one. All this follows from the order of the program's calls, so all ranks decide alike.
 """
 
 import functools
@@ -35,15 +34,15 @@ from colossalai.logging import get_dist_logger
 from colossalai.tensor import local_grads
 
 MAX_CONSECUTIVE_SKIPS = 50
-"""Skipped steps in a row after which training stops, if nothing else is said."""
+"""Default number of consecutive skipped steps after which training stops."""
 
 _HISTORY_LENGTH = 100
-_REMINDER = 100  # skipped steps in a row after which they are told of, where there is no bound
+_REMINDER = 100  # consecutive skipped steps after which they are logged, if there is no bound
 _REPORT_LENGTH = 5
 
 
 class RepeatedOverflowError(RuntimeError):
-    """So many steps in a row were skipped that going on makes no sense."""
+    """Too many consecutive steps were skipped."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +52,7 @@ class ScaleRecord:
     Attributes:
         step: Number of the step, skipped ones included, from 1.
         scale: The loss scale after it.
-        reason: What happened.
+        reason: Reason of the record.
     """
 
     step: int
@@ -62,11 +61,11 @@ class ScaleRecord:
 
 
 class LossScaler:
-    """The scaler of precisions that need none: the loss stays as it is and no step is skipped.
+    """The scaler of precisions that need none: the loss is not scaled and no step is skipped.
 
     Attributes:
         scale: The factor of the loss.
-        skips: Whether steps are skipped for an overflow, so that gradients have to be looked at.
+        skips: Whether steps are skipped for an overflow, so that gradients have to be checked.
         weight_unit: The unit of the weights of losses, a scalar; None before the first one. See
             [Note: sums until the step].
     """
@@ -76,19 +75,19 @@ class LossScaler:
     weight_unit: torch.Tensor | None = None
 
     def update(self, *, stepped: bool, reason: str = "") -> None:
-        """Adapt the scale after a step that was made, or skipped; only of scalers that skip steps.
+        """Adapt the scale after a step that was made or skipped; only of scalers that skip steps.
 
         Args:
             stepped: Whether it was made.
-            reason: Why it was skipped.
+            reason: Reason of the skip.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what has to be saved."""
+        """Return the state to be saved."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
 
 
 def check_scale(scale: float, name: str, *, least: float, most: float) -> None:
@@ -96,9 +95,9 @@ def check_scale(scale: float, name: str, *, least: float, most: float) -> None:
 
     Args:
         scale: The value.
-        name: Name of the option that it is, for the error.
-        least: The `min_scale` of the same options.
-        most: Their `max_scale`.
+        name: Name of the option, for the error.
+        least: `min_scale` of the same options.
+        most: `max_scale` of the same options.
 
     Raises:
         ValueError: `scale` is not a number above 0, or not between `least` and `most`.
@@ -111,15 +110,15 @@ def check_scale(scale: float, name: str, *, least: float, most: float) -> None:
 
 
 class CheckedLossScaler(LossScaler, ABC):
-    """A scaler that skips steps with an overflow, and keeps account of them; abstract.
+    """A scaler that skips steps with an overflow, and records them; abstract.
 
-    It counts decisions: optimizers of one model, which share it, make one for what they step together.
+    It counts decisions: optimizers of one model, which share it, make one decision for a common step.
 
     Args:
         init_scale: The first scale.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
-        verbose: Log every change of the scale.
-        quiet: Do not warn of skipped steps.
+        max_consecutive_skips: Number of consecutive skipped steps that stops training; 0 for no bound.
+        verbose: Whether to log every change of the scale.
+        quiet: Whether to suppress warnings of skipped steps.
     """
 
     skips: ClassVar[bool] = True
@@ -147,7 +146,7 @@ class CheckedLossScaler(LossScaler, ABC):
 
     @abstractmethod
     def _adapt(self, *, stepped: bool) -> str:
-        """Change the scale after a step, if need be; return the reason if it grew."""
+        """Change the scale after a step, if needed; return the reason if it grew."""
 
     @property
     def history(self) -> tuple[ScaleRecord, ...]:
@@ -157,10 +156,10 @@ class CheckedLossScaler(LossScaler, ABC):
     def update(self, *, stepped: bool, reason: str = "") -> None:
         """Adapt the scale, keep a record, and warn of skipped steps.
 
-        Of several in a row, the first is told of at once, and the others in one line when they end.
+        Of several consecutive skips, the first is logged at once, and the others in one line when they end.
 
         Raises:
-            RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped; on all ranks, since
+            RepeatedOverflowError: `max_consecutive_skips` consecutive steps were skipped; on all ranks, since
                 they skip together.
         """
         self.num_steps += 1
@@ -195,7 +194,7 @@ class CheckedLossScaler(LossScaler, ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` returned; the state of a precision without a scale changes nothing."""
+        """Restore a state from `state_dict`; the state of a precision without a scale changes nothing."""
         if not state:
             return
         self.scale = float(state["scale"])
@@ -214,7 +213,7 @@ class CheckedLossScaler(LossScaler, ABC):
             getattr(get_dist_logger(), level)(message, ranks=[0])
 
     def _tell_of_skips(self, last: int | None = None) -> None:
-        """Warn of the skipped steps in a row up to `last`, by default the one before this step."""
+        """Warn of the consecutive skipped steps up to `last`, by default the one before this step."""
         if self.num_skips_in_a_row < 2 or self.quiet or self.verbose:
             return
         last = self.num_steps - 1 if last is None else last
@@ -237,15 +236,15 @@ class CheckedLossScaler(LossScaler, ABC):
 
 
 class StaticLossScaler(CheckedLossScaler):
-    """A scale that stays as it is; a step with an overflow is skipped all the same.
+    """A constant scale; a step with an overflow is skipped all the same.
 
     Args:
         scale: The scale, above 0.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
-        quiet: Do not warn of skipped steps.
+        max_consecutive_skips: Number of consecutive skipped steps that stops training; 0 for no bound.
+        quiet: Whether to suppress warnings of skipped steps.
 
     Raises:
-        ValueError: The scale is not above 0.
+        ValueError: `scale` is not above 0.
     """
 
     def __init__(
@@ -260,7 +259,7 @@ class StaticLossScaler(CheckedLossScaler):
 
 
 class DynamicLossScaler(CheckedLossScaler):
-    """A scale that grows while all is well and shrinks at an overflow (Micikevicius et al., 1710.03740).
+    """A scale that grows without overflows and shrinks at one (Micikevicius et al., 1710.03740).
 
     Args:
         init_scale: The first scale.
@@ -269,11 +268,11 @@ class DynamicLossScaler(CheckedLossScaler):
         growth_interval: Number of steps without overflow before the scale grows.
         hysteresis: Number of overflows since the last growth before the scale shrinks; the steps are skipped
             all the same.
-        min_scale: The scale does not shrink below it.
-        max_scale: The scale does not grow above it.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
-        verbose: Log every change of the scale.
-        quiet: Do not warn of skipped steps.
+        min_scale: Lower bound of the scale.
+        max_scale: Upper bound of the scale.
+        max_consecutive_skips: Number of consecutive skipped steps that stops training; 0 for no bound.
+        verbose: Whether to log every change of the scale.
+        quiet: Whether to suppress warnings of skipped steps.
 
     Raises:
         ValueError: An option is of another type or out of range, or `init_scale` is not between `min_scale`
@@ -317,7 +316,7 @@ class DynamicLossScaler(CheckedLossScaler):
         return {**super().state_dict(), "good_steps": self.good_steps, "overflows": self._overflows}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go back to what `state_dict` returned."""
+        """Restore a state from `state_dict`."""
         super().load_state_dict(state)
         self.good_steps = int(state.get("good_steps", 0))  # a static scale has none
         self._overflows = int(state.get("overflows", 0))  # nor have older checkpoints
@@ -357,7 +356,7 @@ class Overflow:
 
     Attributes:
         place: Place of its parameter in the model.
-        global_rank: The lowest rank on which it stands.
+        global_rank: The lowest rank with an inf or nan in it.
     """
 
     place: int
@@ -367,13 +366,13 @@ class Overflow:
 def find_overflow(
     placed: Iterable[tuple[Sequence[torch.Tensor], Sequence[int]]], group: dist.ProcessGroup | None
 ) -> Overflow | None:
-    """Return the first overflow over all ranks of a group, the same on each; None if all is well.
+    """Return the first overflow over all ranks of a group, the same on each; None without one.
 
     One all-reduce of one int64 over `group`. See [Note: one overflow decision].
 
     Args:
-        placed: This rank's gradients (slices, where they are sharded), and for each the place of its
-            parameter in the model; in runs, looked at one after the other.
+        placed: This rank's gradients (slices, if they are sharded), and for each the place of its parameter
+            in the model; in runs, checked one after the other.
         group: The ranks that decide together; None for this process alone.
     """
     findings = [_finding(grads, places) for grads, places in placed]
@@ -388,11 +387,11 @@ def find_overflow(
 
 @dataclass(eq=False)
 class Decision:
-    """Whether some optimizers may step.
+    """Decision whether some optimizers step.
 
     Attributes:
-        overflow: What forbids it, if something does.
-        is_counted: Whether the scaler has heard of it.
+        overflow: The overflow that forbids the step, or None.
+        is_counted: Whether the scaler has counted it.
     """
 
     overflow: Overflow | None = None
@@ -402,7 +401,7 @@ class Decision:
 def decide(
     runs: Iterable[tuple[Sequence[torch.Tensor], Sequence[int]]], group: dist.ProcessGroup | None
 ) -> Decision:
-    """Look for an inf or nan; one all-reduce of one int64 over `group`.
+    """Search for an inf or nan; one all-reduce of one int64 over `group`.
 
     Args:
         runs: Parameters, and their places in the model; those of a run are in memory together.
@@ -418,12 +417,12 @@ def decide(
 
 
 def share_name(name: str, overflow: Overflow, group: dist.ProcessGroup) -> str:
-    """Return the name that the rank of an overflow has for its parameter; the other ranks may not know it.
+    """Return the name of an overflow's parameter on the overflow's rank; other ranks can lack it.
 
     One broadcast of 256 bytes over `group`.
 
     Args:
-        name: What this rank takes it for.
+        name: The name on this rank; only the one on the overflow's rank is used.
         overflow: The overflow.
         group: The ranks that found it together.
     """
@@ -437,7 +436,7 @@ def share_name(name: str, overflow: Overflow, group: dist.ProcessGroup) -> str:
 
 def _finding(grads: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     """Return this rank's finding as an int64 scalar on the gradients' device."""
-    # torch has no infinity norm of nothing
+    # torch has no infinity norm of an empty tensor
     held = [(grad, place) for grad, place in zip(grads, places, strict=True) if grad.numel()]
     if not held:
         return torch.zeros((), dtype=torch.int64, device=_default_device())

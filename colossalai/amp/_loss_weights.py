@@ -1,16 +1,16 @@
 """Weights of losses: a mean over tokens is the mean over all ranks, microbatches and backwards of a window.
 
 [Note: sums until the step]
-Where the losses l of backwards, microbatches and ranks are means over different numbers w of labels, the loss
-of a window is L = sum(w l) / W with W = sum(w), over the replicas and over all backwards since `zero_grad`. W
-is known after the last of them only. So a backward starts from w / u instead of 1: what adds up are the
-gradients of sums, in units u. The data methods leave their mean over the R replicas. Before anybody looks at
-the gradients (clipping, the step) one all-reduce of two numbers gives W, and they are multiplied by R u / W:
-once, in `Gradients.prepare`, together with the division by the loss scale.
+If the losses l of backwards, microbatches and ranks are means over different numbers w of labels, the loss of
+a window is L = sum(w l) / W with W = sum(w), over the replicas and over all backwards since `zero_grad`. W is
+known only after the last of them. So a backward starts from w / u instead of 1, and the gradients of sums add
+up, in units u. The data methods compute their mean over the R replicas. Before the first use of the gradients
+(clipping, the step) one all-reduce of two numbers gives W, and they are multiplied by R u / W: once, in
+`Gradients.prepare`, together with the division by the loss scale.
 
-The unit is W / R of the window before, rounded up to a power of two; in the first window ever, the largest
-weight that a replica begins with. So sums are as large as means would be, which float16 needs. As u is a
-power of two, gradients have the same digits with any other one, but for overflow and underflow.
+The unit is W / R of the window before, rounded up to a power of two; in the first window, the largest first
+weight of a replica. So sums are as large as means would be, which float16 needs. As u is a power of two,
+gradients have the same digits with any unit, except for overflow and underflow.
 
 Without any label (W = 0) gradients are 0, and the step is made, as in one process.
 """
@@ -37,12 +37,12 @@ GivenLoss = Tensor | tuple[Tensor, Weight]
 
 @dataclass(frozen=True, eq=False)
 class LossTerm:
-    """The loss of a batch as it was given.
+    """The given loss of a batch.
 
     Attributes:
         value: The mean over the batch; with `is_sum` the sum. One value.
-        weight: What the mean is over, a number of labels or samples, as a scalar in float64 (on MPS in
-            float32); None: nobody has said.
+        weight: Number of labels or samples of the mean, as a scalar in float64 (on MPS in float32); None: not
+            given.
         is_sum: Whether `value` is a sum.
     """
 
@@ -52,7 +52,7 @@ class LossTerm:
 
     @property
     def mean(self) -> Tensor:
-        """The mean, detached; 0 where there is nothing to take it over."""
+        """The mean, detached; 0 for a weight of 0."""
         value = self.value.detach()
         if self.weight is None:
             return value
@@ -67,7 +67,7 @@ class LossTerm:
 
 
 def check_loss(loss: torch.Tensor, *, is_seed_given: bool = False) -> None:
-    """Refuse what no backward can be run of.
+    """Refuse a loss without a backward.
 
     Args:
         loss: The loss.
@@ -88,11 +88,11 @@ def check_loss(loss: torch.Tensor, *, is_seed_given: bool = False) -> None:
 
 
 def read_loss(loss: GivenLoss, weight: Weight | None = None) -> LossTerm:
-    """Return what was given as a loss.
+    """Return the term of a given loss.
 
     Args:
         loss: A mean, or a pair (sum, count).
-        weight: What the mean is over; None: it has no weight.
+        weight: Number of labels or samples of the mean; None: it has no weight.
 
     Raises:
         ValueError: `loss` is neither a tensor nor a pair, a weight is negative or not one number, or a pair
@@ -105,7 +105,7 @@ def read_loss(loss: GivenLoss, weight: Weight | None = None) -> LossTerm:
     if not (isinstance(loss, tuple | list) and len(loss) == 2 and isinstance(loss[0], Tensor)):
         raise ValueError(
             f"the loss is {loss!r:.80}; it must be the tensor that the criterion returned: None, .item() and "
-            "float() have no gradient. It may be a pair of a sum, a tensor, and what it counts, too"
+            "float() have no gradient. It may be a pair of a sum, a tensor, and its count, too"
         )
     if weight is not None:
         raise ValueError("a loss (sum, count) has its weight, the count: leave weight=... out")
@@ -126,7 +126,7 @@ def _weight_on(device: torch.device, weight: Any) -> Tensor:
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if isinstance(weight, Tensor) and weight.numel() == 1:
         found = weight.detach().reshape(()).to(device=device, dtype=dtype)
-        is_known = weight.device.type == "cpu"  # elsewhere looking at it would wait for the device
+        is_known = weight.device.type == "cpu"  # the value of a device tensor would be waited for
     elif is_number:
         found, is_known = torch.tensor(float(weight), device=device, dtype=dtype), True
     else:
@@ -144,7 +144,7 @@ class LossKind(Enum):
     NOTHING = auto()
     MEANS = auto()
     SUMS = auto()  # losses with weights, by which their gradients have not been divided
-    SPENT = auto()  # gradients have been divided, or stepped with, and not been forgotten
+    SPENT = auto()  # gradients have been divided, or stepped with, and not been cleared
 
 
 class LossWeights:
@@ -159,7 +159,7 @@ class LossWeights:
         replicas: As given.
         mean_loss: The mean of the losses of the last window over all replicas, a scalar; None if they had no
             weights.
-        are_used: Whether the losses of the present window have weights, also once the gradients are divided.
+        are_used: Whether the losses of the present window have weights, also after the gradients are divided.
     """
 
     def __init__(self, scaler: LossScaler, replicas: Axis | None) -> None:
@@ -172,18 +172,18 @@ class LossWeights:
         self._next_unit: Tensor | None = None
 
     def add(self, weight: Tensor | None, total: Tensor | None, *, is_own: bool) -> None:
-        """Hear of a backward.
+        """Record a backward.
 
         Args:
             weight: The weight of its loss, None if it has none.
             total: The loss times the weight.
-            is_own: Whether this optimizer runs it, and not another one of the same model.
+            is_own: Whether this optimizer runs it, rather than another one of the same model.
 
         Raises:
-            ValueError: Weighted losses would add to others, or to what has been divided.
+            ValueError: Weighted losses would add to other losses, or to gradients that have been divided.
         """
         if self.kind is LossKind.SPENT and not is_own:
-            return  # what it adds to is nobody's
+            return  # it adds to gradients that will be cleared
         if weight is None:
             if self.kind is LossKind.SUMS:
                 raise ValueError(_MIXED)
@@ -203,10 +203,10 @@ class LossWeights:
         self._sums = sums if self._sums is None else self._sums + sums
 
     def unit(self, weight: Tensor) -> Tensor:
-        """Return the unit of weights; the first time, all replicas agree on one: one all-reduce of a number.
+        """Return the unit of weights; at the first call all replicas agree on it: one all-reduce of a number.
 
         Args:
-            weight: The first weight that there is on this rank.
+            weight: The first weight on this rank.
         """
         if self._scaler.weight_unit is None:
             if self.replicas is not None:
@@ -216,14 +216,14 @@ class LossWeights:
         return self._scaler.weight_unit
 
     def adopt_unit(self, unit: Tensor) -> None:
-        """Take over the unit that other ranks have agreed on, if there is none here."""
+        """Use the unit that other ranks have agreed on, if there is none here."""
         if self._scaler.weight_unit is None:
             self._scaler.weight_unit = unit
 
     def factor(self) -> Tensor | None:
-        """Return what makes means of the gradients, R u / W; None if they are; collective over the replicas.
+        """Return the factor R u / W from sums to means; None if there are no sums; collective over replicas.
 
-        One all-reduce of two numbers, from which `mean_loss` follows, too.
+        One all-reduce of two numbers, which also gives `mean_loss`.
         """
         self.mean_loss = self._next_unit = None
         if self.kind is not LossKind.SUMS:
@@ -240,15 +240,15 @@ class LossWeights:
         return (num_replicas * unit / weight).masked_fill(weight == 0, 0.0)
 
     def spend(self) -> None:
-        """Note that the gradients have been divided, or stepped with."""
+        """Record that the gradients have been divided, or stepped with."""
         self.kind, self._sums = LossKind.SPENT, None
 
     def forget(self) -> None:
-        """Note that there are no gradients."""
+        """Record that there are no gradients."""
         self.kind, self._sums, self.are_used = LossKind.NOTHING, None, False
 
     def renew_unit(self) -> None:
-        """Take the unit of the next window from the one that was; nobody who shares it may wait."""
+        """Use the unit from the last window; no optimizer that shares it may have weighted gradients."""
         if self._next_unit is not None:
             self._scaler.weight_unit = self._next_unit
 
@@ -260,18 +260,18 @@ _MIXED = (
 
 
 def _power_of_two(value: Tensor, otherwise: Tensor) -> Tensor:
-    """Return a power of two from `value` to twice it; `otherwise` where it is 0."""
+    """Return a power of two from `value` to twice it; `otherwise` if it is 0."""
     safe = torch.where(value > 0, value, torch.ones_like(value))
     mantissa, _ = torch.frexp(safe)
     return torch.where(value > 0, safe / mantissa, otherwise)
 
 
 class Silenced:
-    """Within the block, the backward of a mean that has no weight brings zeros, whatever its value.
+    """Context in which the backward of a mean without weight gives zeros for any value.
 
-    The mean over no labels is 0 / 0, and so is its gradient, which times the weight 0 is still NaN. So the
-    gradient of every single number on the way from the loss is made 0 once more, up to the first tensor that
-    is no single number, included. Where the weight is not 0, nothing changes.
+    The mean over no labels is 0 / 0, and so is its gradient; times the weight 0 that is still NaN. So the
+    gradients of the single numbers that a backward visits first, up to and including the first tensor of
+    several elements, are set to 0. With a weight above 0 nothing changes.
 
     Args:
         loss: The mean.
@@ -280,7 +280,7 @@ class Silenced:
 
     def __init__(self, loss: Tensor, weight: Tensor) -> None:
         self._root = loss.grad_fn
-        self._is_nothing = weight == 0  # not asked for its value, which would wait for the device
+        self._is_nothing = weight == 0  # a tensor: reading its value would wait for the device
         self._handles: list[RemovableHandle] = []
         self._seen: set[Node] = set()
 

@@ -1,4 +1,4 @@
-"""Precisions in which the model itself holds 16 bits, and the optimizer float32 masters of the weights."""
+"""Precisions with parameters of 16 bits in the model, and float32 masters of the weights in the optimizer."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -36,7 +36,7 @@ def cast_floats(nest: Any, dtype: torch.dtype) -> Any:
 
 @contextmanager
 def _without_alias_check() -> Iterator[None]:
-    """Leave out a check of compiled functions in their first call, which fails on subclasses of tensors."""
+    """Disable a check in the first call of compiled functions, which fails on subclasses of tensors."""
     from torch._functorch import config
 
     before = config.check_custom_op_aliasing
@@ -51,9 +51,9 @@ class _LowWeights(Precision):
     """Parameters and activations in 16 bits, with float32 masters of the weights.
 
     Buffers and inputs keep their float32 values, and behave as tensors of 16 bits ([Note: full precision in
-    16 bits]). What the model returns is float32 again, so that the loss is computed in it. Batch
-    normalization keeps parameters and statistics in float32: variances overflow float16, and torch's kernels
-    take 16-bit inputs along with them. See [Note: who holds the weights].
+    16 bits]). The model's output is float32, so that the loss is computed in it. Batch normalization keeps
+    parameters and statistics in float32: variances overflow float16, and torch's kernels accept 16-bit inputs
+    along with them. See [Note: who holds the weights].
     """
 
     dtype: torch.dtype
@@ -96,7 +96,7 @@ class _LowWeights(Precision):
         low = tensor.to(self.dtype)
         if tensor.dtype not in (torch.float32, torch.float64) or type(tensor) is not torch.Tensor:
             return low
-        # A copy, which the model may write into. What 16 bits have no number for is inf, as in `low`.
+        # A copy, since the model can write to it. Values beyond the range of 16 bits are inf, as in `low`.
         return with_full_precision(torch.where(low.isinf(), low.float(), tensor.float()), self.dtype)
 
 
@@ -112,16 +112,16 @@ class NaiveFP16(_LowWeights):
     """All in float16, with float32 masters of the weights and a dynamic loss scale.
 
     Attributes:
-        log_num_zeros_in_grad: Log before every step how many elements of the gradients are 0.
+        log_num_zeros_in_grad: Whether to log the number of zero elements of the gradients before every step.
         initial_scale: The first scale.
-        min_scale: The scale does not shrink below it.
+        min_scale: Lower bound of the scale.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
         backoff_factor: Factor of the scale after overflows.
         growth_interval: Number of steps without overflow before the scale grows.
         hysteresis: Number of overflows since the last growth before the scale shrinks.
-        max_scale: The scale does not grow above it.
-        verbose: Log every change of the scale.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        max_scale: Upper bound of the scale.
+        verbose: Whether to log every change of the scale.
+        max_consecutive_skips: Number of consecutive skipped steps that stops training; 0 for no bound.
     """
 
     dtype = torch.float16

@@ -2,11 +2,11 @@
 
 [Note: who holds the weights]
 The model holds each parameter in the low precision, the optimizer its float32 copy, the master. Between two
-steps both say the same: the parameter is the master, rounded. A step takes the gradient from the parameter to
-the master, updates the master, and rounds it into the parameter. An update that is smaller than the rounding
-adds up in the master. Whoever overwrites a parameter between two steps (loads weights, clips them) is heard:
-its elements that are no longer the master's, rounded, become the master's. In-place writes are seen by the
-version that torch counts for every tensor; those through `param.data`, which torch does not count, are not.
+steps both agree: the parameter is the rounded master. A step copies the gradient from the parameter to the
+master, updates the master, and rounds it into the parameter. Updates that are smaller than the rounding
+accumulate in the master. If a user overwrites a parameter between two steps (loads weights, clips them), its
+elements that differ from the rounded master are copied to the master. In-place writes are detected by the
+version that torch counts for every tensor; writes through `param.data`, which torch does not count, are not.
 """
 
 import weakref
@@ -27,12 +27,12 @@ from colossalai.tensor import gradient_sync, keep_full_precision, keeps_dtype, s
 
 
 class Masters(StandIns):
-    """The masters of an optimizer's parameters; without any, every method does nothing.
+    """The masters of an optimizer's parameters; without masters, every method does nothing.
 
     See [Note: who holds the weights].
 
     Args:
-        pairs: The master of each parameter that has one.
+        pairs: The master of each parameter with one.
     """
 
     is_paged = False
@@ -41,7 +41,7 @@ class Masters(StandIns):
         self._master_of = dict(pairs or {})
         self._param_of = {master: param for param, master in self._master_of.items()}
         self._versions = {param: param._version for param in self._master_of}
-        # Gradients of which masters have copies, and their versions then.
+        # Gradients that have been copied to masters, and their versions then.
         self._taken: dict[nn.Parameter, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -51,7 +51,7 @@ class Masters(StandIns):
         return len(self._master_of)
 
     def master_of(self, param: nn.Parameter) -> nn.Parameter | None:
-        """Return the master of a parameter, None if it has none."""
+        """Return the master of a parameter, or None."""
         return self._master_of.get(param)
 
     def without(self, params: Collection[nn.Parameter]) -> "Masters":
@@ -59,41 +59,41 @@ class Masters(StandIns):
         return Masters({param: master for param, master in self._master_of.items() if param not in params})
 
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the model's parameter of a master, any other tensor itself."""
+        """Return the model's parameter of a master; other tensors are returned unchanged."""
         param: torch.Tensor = self._param_of.get(tensor, tensor)  # type: ignore[call-overload]
         return param
 
     def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-        """Return names in which the masters have the names of their parameters."""
+        """Return the names, with the names of parameters also for their masters."""
         names = dict(param_names)
         names.update({self._master_of[param]: names[param] for param in self._master_of if param in names})
         return names
 
     def start_equal(self, replicas: Axis) -> None:
-        """Give all ranks that hold a parameter the master of the first one; parameters are left to others."""
+        """Broadcast each master from the first rank that holds its parameter; parameters are not changed."""
         for master in self._param_of:
             holders = gradient_sync(master, replicas).axis
             if holders.size > 1:
                 dist.broadcast(master.detach(), src=holders.ranks[0], group=holders.group)
 
     def stand_in(self, optimizer: Optimizer) -> "Masters":
-        """Put masters in the place of an optimizer's parameters, states included, and return those."""
+        """Replace an optimizer's parameters by masters, states included, and return those masters."""
         held = {param for group in optimizer.param_groups for param in group["params"]}
         _exchange(optimizer, self._master_of)
         return Masters({param: master for param, master in self._master_of.items() if param in held})
 
     def scale_grads(self, factor: float) -> None:
-        """Multiply what backwards have left for `take_grads`."""
+        """Multiply gradients from backwards, before `take_grads`."""
         scale_grads(self._master_of, factor)
 
     @torch.no_grad()
     def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
-        """See the base class; a gradient that users have written since then is left to them."""
+        """See the base class; a gradient that users have written since then is not overwritten."""
         for param, master in self._master_of.items():
             if param.grad is None:
                 continue
             taken, version = self._taken.get(param, (None, 0))
-            if taken is None or taken() is not param.grad:  # users have assigned another one
+            if taken is None or taken() is not param.grad:  # users have assigned another tensor
                 param.grad.mul_(factor)
             elif master.grad is None or param.grad._version != version:
                 param.grad.mul_(untaken)
@@ -120,7 +120,7 @@ class Masters(StandIns):
         return any(self.param_of(param).grad is not None for param in params)
 
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forget the gradients of the parameters."""
+        """Clear the gradients of the parameters."""
         for param, master in self._master_of.items():
             master.grad = None
             if set_to_none:
@@ -130,7 +130,7 @@ class Masters(StandIns):
 
     @torch.no_grad()
     def take_weights(self) -> None:
-        """Let the masters follow what was written into parameters since the last `write_weights`."""
+        """Update the masters with values written into parameters since the last `write_weights`."""
         for param, master in self._master_of.items():
             if param._version != self._versions[param]:
                 master.copy_(torch.where(param == master.to(param.dtype), master, param.to(master.dtype)))
@@ -152,9 +152,9 @@ class Masters(StandIns):
 
     @contextmanager
     def as_states(self, optimizer: Optimizer, *, loads: bool = True) -> Iterator[None]:
-        """Within the block the optimizer holds the model's parameters, and masters are states of those.
+        """Context in which the optimizer holds the model's parameters, with masters as their states.
 
-        So a checkpoint is written and read under the names of the model. Afterwards, a parameter whose state
+        So a checkpoint is saved and loaded under the names of the model. Afterwards, a parameter whose state
         has a master takes its value, whether it has a master here or not.
         """
         self.take_weights()
@@ -171,12 +171,12 @@ class Masters(StandIns):
             self.write_weights()
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, as torch numbers it, and with it the masters."""
+        """Return the state of an optimizer, with torch's numbers, and the masters."""
         content = optimizer.state_dict()
         if not self._master_of:
             return content
         self.take_weights()
-        # Beside the states: torch's optimizers expect in a state all that they keep themselves, or nothing.
+        # Outside of the states: torch's optimizers expect in a state all their own entries, or none.
         return {
             **content,
             MASTERS_KEY: {
@@ -187,7 +187,7 @@ class Masters(StandIns):
         }
 
     def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, with masters or without, into parameters with or without."""
+        """Load a result of `state_dict`, with or without masters, into parameters with or without them."""
         self.take_weights()
         optimizer.load_state_dict(content)
         params = params_of(optimizer)
@@ -202,11 +202,11 @@ class Casts:
     """The dtypes that a precision gives to the parameters and buffers of a model, all at once or in runs.
 
     Attributes:
-        dtype: Of what is floating; None: everything stays as it is.
-        keep: The `id` of each parameter and buffer that stays as it is.
+        dtype: Dtype of floating-point tensors; None: nothing is cast.
+        keep: The `id` of each parameter and buffer that is not cast.
         grad_dtype: The dtype in which gradients of parameters with a master accumulate; None: `dtype`.
-        with_masters: Whether trainable parameters that are cast get a master; False: the optimizer works on
-            what the model holds.
+        with_masters: Whether trainable parameters that are cast get a master; False: the optimizer updates
+            the model's tensors.
         keeps_buffers: Whether buffers keep their float32 values, and only behave as tensors of `dtype`.
     """
 
@@ -217,17 +217,17 @@ class Casts:
     keeps_buffers: bool = False
 
     def dtype_of(self, tensor: torch.Tensor) -> torch.dtype:
-        """Return the dtype that a parameter or buffer gets."""
+        """Return the dtype of a parameter or buffer after the cast."""
         return tensor.dtype if self.dtype is None or not self._is_cast(tensor) else self.dtype
 
     def has_master(self, param: nn.Parameter) -> bool:
-        """Return whether a parameter, which need not have been cast, gets a master."""
+        """Return whether a parameter gets a master, also before the cast."""
         return self.with_masters and param.requires_grad and self._is_cast(param)
 
     def cast(self, params: Iterable[nn.Parameter]) -> dict[nn.Parameter, nn.Parameter]:
-        """Cast parameters in place, and return the masters of those that get one.
+        """Cast parameters in place, and return the new masters by parameter.
 
-        They stay the same objects. Gradients that they have are dropped.
+        The parameters remain the same objects. Their gradients are dropped.
         """
         masters = {}
         for param in filter(self._is_cast, params):
@@ -254,9 +254,9 @@ class Casts:
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:
-    # A float32 parameter gives its memory to the master: it gets new one in the low precision.
+    # The master takes the memory of a float32 parameter, which gets new memory in the low precision.
     master = nn.Parameter(param.data.float())
-    vars(master).update(vars(param))  # the sharding spec, and marks of the user's own
+    vars(master).update(vars(param))  # the sharding spec, and attributes of the user
     return master
 
 
@@ -270,7 +270,7 @@ def _exchange(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Paramet
 
 
 def _keeps_its_own(param: nn.Parameter, optimizer: Optimizer) -> bool:
-    """Whether an optimizer updates a master of its own for a parameter of low precision."""
+    """Return whether an optimizer keeps its own master of a parameter of low precision."""
     is_low = param.dtype in (torch.float16, torch.bfloat16)
     return is_low and getattr(optimizer, "keeps_masters", False)
 
@@ -283,5 +283,5 @@ def _take_from_state(param: nn.Parameter, optimizer: Optimizer) -> None:
     stored = state.pop(STATE_KEY)
     if stored.data_ptr() != param.data_ptr():
         param.copy_(stored)
-    if not state:  # an optimizer sets up a state only where there is none
+    if not state:  # an optimizer initializes a state only if there is none
         del optimizer.state[param]

@@ -1,4 +1,4 @@
-"""An optimizer that scales the loss, unscales gradients once, clips, and steps only when all ranks may."""
+"""Optimizer wrapper: scales the loss, unscales gradients once, clips, and steps only if all ranks can."""
 
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -32,7 +32,7 @@ from colossalai.tensor import as_memory, is_own_attribute, spec_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_STAGE_PLACES = 2**20  # more parameters than a stage of a pipeline has
+_STAGE_PLACES = 2**20  # above the number of parameters of a pipeline stage
 _WEIGHTED_TWICE = (
     "a step was made again without a backward, and the losses had weights: the optimizer works on float32 "
     "copies of the gradients, and only those were divided by the weights. Run a backward before each step, "
@@ -44,10 +44,10 @@ _NO_BACKWARD = (
 
 
 def check_clipping(max_norm: float, norm_type: float) -> None:
-    """Refuse a bound below 0, and a p below 1.
+    """Check the bound and the p of gradient clipping.
 
     Raises:
-        ValueError: `max_norm` is below 0, `norm_type` is below 1, or either is no number.
+        ValueError: `max_norm` is below 0, `norm_type` is below 1, or either is not a number.
     """
     are_numbers = all(isinstance(each, int | float) and each is not True for each in (max_norm, norm_type))
     if not are_numbers or not max_norm >= 0 or not norm_type >= 1:
@@ -60,7 +60,7 @@ def check_clipping(max_norm: float, norm_type: float) -> None:
 def _in_scope(
     method: Callable[Concatenate["OptimizerWrapper", P], R],
 ) -> Callable[Concatenate["OptimizerWrapper", P], R]:
-    """Return a method of the wrapper that runs while ColoTensors of its plan are this rank's memory."""
+    """Run a method of the wrapper in the plan's scope, in which ColoTensors are this rank's memory."""
 
     @wraps(method)
     def run(self: "OptimizerWrapper", /, *args: P.args, **kwargs: P.kwargs) -> R:
@@ -71,7 +71,7 @@ def _in_scope(
 
 
 def _whole(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return a copy of the whole of a gradient of which this rank has a slice; collective if it has."""
+    """Return a copy of the whole gradient of a parameter; collective if ranks have slices of it."""
     from torch.distributed.tensor import DTensor
 
     spec = spec_of(param)
@@ -80,11 +80,11 @@ def _whole(param: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def _watch_steps(optim: Optimizer, wrapper: "OptimizerWrapper") -> None:
-    """Let steps of an optimizer be refused that its wrapper does not make, where they would be wrong."""
+    """Register a hook that refuses wrong steps of an optimizer which its wrapper does not make."""
     hooks = getattr(optim, "_optimizer_step_pre_hooks", {})
     for number, hook in list(hooks.items()):
         if isinstance(hook, partial) and hook.func is _refuse_bare_step:
-            del hooks[number]  # of an earlier wrapper
+            del hooks[number]  # the hook of an earlier wrapper
     if len(wrapper.masters) or wrapper.scaler.skips:
         optim.register_step_pre_hook(
             partial(_refuse_bare_step, weakref.ref(wrapper), bool(len(wrapper.masters)))
@@ -94,10 +94,10 @@ def _watch_steps(optim: Optimizer, wrapper: "OptimizerWrapper") -> None:
 def _refuse_bare_step(
     wrapper: "weakref.ref[OptimizerWrapper]", has_stand_ins: bool, optim: Optimizer, *_: Any
 ) -> None:
-    """Refuse a step of an optimizer that its wrapper does not make.
+    """Refuse a step of an optimizer outside of its wrapper's step.
 
     Raises:
-        ValueError: The wrapper makes no step, or is gone and has left stand-ins.
+        ValueError: The wrapper is not in a step, or is gone and has left stand-ins.
     """
     living = wrapper()
     if has_stand_ins if living is None else not living._is_updating:
@@ -108,26 +108,26 @@ def _refuse_bare_step(
 
 
 class OptimizerWrapper(Optimizer):
-    """What a door returns for an optimizer. Attributes are the optimizer's, to read and to set.
+    """The optimizer from `Booster.boost` or `colossalai.initialize`; other attributes are those of `optim`.
 
     Args:
         optim: The optimizer underneath.
-        group: The optimizers of the model, which this one joins. Default: it is the only one, in this process
-            alone, and losses are not scaled.
+        group: The optimizers of the model, which this one joins. Default: a group of its own, in this process
+            alone, without loss scaling.
         param_names: Name of each of the model's parameters.
-        masters: What stands in the optimizer for the model's parameters: float32 masters, slices.
+        masters: Tensors that the optimizer updates instead of the parameters: float32 masters, slices.
         before_step: Called with this wrapper, one after the other, before every update, when the gradients
             are true.
-        max_norm: Bound of the gradient norm over all ranks, to which every step clips; 0 for none.
+        max_norm: Bound of the gradient norm over all ranks in every step; 0 for no clipping.
         norm_type: The p of that norm.
-        stages: The ranks of a pipeline, each of which holds other parameters; None without one.
-        counts: False for a parameter of the model that another stage holds, too, and counts in norms.
+        stages: The ranks of a pipeline, which hold different parameters; None without one.
+        counts: Returns False for a parameter of the model that another stage holds and counts in norms.
 
     Attributes:
         group: As given.
         gradients: The gradients of the next step.
         masters: As given.
-        param_names: Those of the parameters, and of the masters.
+        param_names: Names of the parameters and of the masters.
         max_norm: As given.
         norm_type: As given.
         stepped: Whether the last step updated the parameters.
@@ -149,7 +149,7 @@ class OptimizerWrapper(Optimizer):
         stages: dist.ProcessGroup | None = None,
         counts: Callable[[torch.Tensor], bool] | None = None,
     ) -> None:
-        # The base class is for isinstance() only: everything it would set up is the optimizer's own.
+        # The base class is for isinstance() only: its state is the optimizer's.
         check_clipping(max_norm, norm_type)
         self.group = OptimizerGroup() if group is None else group
         self.masters: StandIns = Masters() if masters is None else masters
@@ -159,29 +159,29 @@ class OptimizerWrapper(Optimizer):
         self.stepped = False
         self._before_step = tuple(before_step)
         self._stages = stages
-        # In the order of the names, and before it in that of the stages.
+        # Ordered by stage, then by name.
         first = 0 if stages is None else dist.get_rank(stages) * _STAGE_PLACES
         self._places = {param: first + number for number, param in enumerate(param_names or {})}
         self.gradients = Gradients(
             optim, self.masters, self.group, places=self._places, stages=stages, counts=counts
         )
         is_first = self.group.members[0] is self.gradients
-        self._after_step = self.group.after_step if is_first else ()  # once in a step of the model
+        self._after_step = self.group.after_step if is_first else ()  # once per step of the model
         self._is_updating = False
         self.optim = optim  # last: see [Note: where an attribute is set]
         _watch_steps(optim, self)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optim":  # not set yet: pickle and copy ask before __init__ has run
+        if name == "optim":  # not set yet: pickle and copy read attributes before __init__ has run
             raise AttributeError(name)
         return getattr(self.optim, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute where it is read: `param_groups` and `state` are of the optimizer underneath.
+        """Set an attribute where it is read: `param_groups` and `state` belong to the optimizer underneath.
 
         Raises:
-            ValueError: Groups are set that have other parameters than those that are there now, and these are
-                float32 masters or slices.
+            ValueError: `value` of `param_groups` has new parameters, and the present ones have float32
+                masters or slices.
         """
         own = self.__dict__
         if name in own or "optim" not in own or is_own_attribute(self, name):
@@ -205,14 +205,14 @@ class OptimizerWrapper(Optimizer):
             delattr(self.optim, name)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)  # that of torch would run hooks of the optimizer in our step, too
+        self.__dict__.update(state)  # torch's method would also run hooks of the optimizer in our step
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.optim!r})"
 
     @property
     def is_stepped_again(self) -> bool:
-        """Whether the next step follows one that had gradients, without a backward or `zero_grad` between."""
+        """Whether the last step had gradients, without a backward or `zero_grad` since."""
         return self.gradients.were_stepped_with and not self.gradients.has_run
 
     @property
@@ -237,25 +237,25 @@ class OptimizerWrapper(Optimizer):
     def backward(self, loss: GivenLoss, weight: Weight | None = None, **kwargs: Any) -> None:
         """Run the backward of the scaled loss; `kwargs` go to `Tensor.backward`.
 
-        The other optimizers of the model know of it, and may step with what it leaves in their parameters.
+        The other optimizers of the model are prepared for it, and can step with the gradients that it adds.
 
         Args:
             loss: The mean over the batch, or a pair (sum, count).
-            weight: What the mean is over (a number of labels): with it the gradients of the step are those of
-                the mean over all backwards since `zero_grad` and all ranks. Losses are not to be divided
-                for accumulation then.
+            weight: Number of labels of the mean: with it the gradients of the step are those of the mean over
+                all backwards since `zero_grad` and all ranks. Losses must not be divided for accumulation
+                then.
             kwargs: Further arguments of `Tensor.backward`.
 
         Raises:
-            ValueError: `loss` is not what a criterion returns (see `check_loss`), `weight` is negative or not
-                one number, or only some of the losses of a step have one.
+            ValueError: `loss` is not a valid loss (see `check_loss`), `weight` is negative or not one number,
+                or only some of the losses of a step have a weight.
         """
         given = read_loss(loss, weight)
         check_loss(given.value, is_seed_given=kwargs.get("gradient") is not None)
         self.backward_of(given, **kwargs)
 
     def backward_of(self, given: LossTerm, **kwargs: Any) -> None:
-        """Run the backward of a loss that was checked; see `backward`."""
+        """Run the backward of a checked loss; see `backward`."""
         for reducer in self.masters.reducers:
             reducer.before_backward()
         scale = self.start_backward()
@@ -284,11 +284,11 @@ class OptimizerWrapper(Optimizer):
             reducer.after_backward()
 
     def start_backward(self) -> float:
-        """Prepare for a backward that the caller runs; return the factor of its loss, the loss scale."""
+        """Prepare for a backward that the caller runs; return the loss scale."""
         return self.group.start_backward(self.gradients)
 
     def note_loss(self, loss: LossTerm) -> None:
-        """Note the loss of a backward, with the other optimizers of the model; once for each.
+        """Record the loss of a backward, with all optimizers of the model; once for each backward.
 
         Raises:
             ValueError: Losses with and without a weight would add up.
@@ -296,10 +296,10 @@ class OptimizerWrapper(Optimizer):
         self.group.note_loss(loss, self.gradients)
 
     def factor_of_sum(self, weight: torch.Tensor) -> torch.Tensor:
-        """Return what a sum of losses is multiplied by for the backward, but for the loss scale.
+        """Return the factor of a sum of losses in the backward, without the loss scale.
 
         Args:
-            weight: What the sum is over; the first one of all makes the replicas agree on a unit.
+            weight: Number of labels of the sum; at the first call the replicas agree on a unit.
 
         Raises:
             ValueError: Several ranks decide together, and the optimizer was made without `replicas`.
@@ -307,8 +307,8 @@ class OptimizerWrapper(Optimizer):
         ranks = self.group.ranks
         if self.group.replicas is None and ranks is not None and dist.get_world_size(ranks) > 1:
             raise ValueError(
-                "a loss has a weight, but this optimizer does not know over which ranks gradients are "
-                "averaged: let it go through Booster.boost or colossalai.initialize"
+                "a loss has a weight, but this optimizer has no replicas over which gradients are averaged: "
+                "pass it to Booster.boost or colossalai.initialize"
             )
         return 1.0 / self.weights.unit(weight)
 
@@ -321,7 +321,7 @@ class OptimizerWrapper(Optimizer):
             norm_type: The p of the p-norm; infinity for the largest absolute value.
 
         Returns:
-            The norm before clipping; infinity where the step will be skipped for overflow.
+            The norm before clipping; infinity if the step will be skipped for overflow.
 
         Raises:
             ValueError: `max_norm` is not above 0.
@@ -334,10 +334,10 @@ class OptimizerWrapper(Optimizer):
 
     @_in_scope
     def clip_grad_norm(self, model: nn.Module, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """Do as `clip_grad_by_norm`, in the form in which the documents of AMP write it.
+        """Clip as `clip_grad_by_norm` does, with the signature in the documents of AMP.
 
         Args:
-            model: The model; what is clipped are the gradients of this optimizer's parameters.
+            model: The model; only the gradients of this optimizer's parameters are clipped.
             max_norm: The bound, above 0.
             norm_type: The p of the p-norm.
 
@@ -354,7 +354,7 @@ class OptimizerWrapper(Optimizer):
 
     @_in_scope
     def clip_grad_by_value(self, clip_value: float) -> None:
-        """Limit every element of the gradients to `[-clip_value, clip_value]`.
+        """Clamp every element of the gradients to `[-clip_value, clip_value]`.
 
         Raises:
             ValueError: `clip_value` is not above 0.
@@ -372,12 +372,12 @@ class OptimizerWrapper(Optimizer):
 
     @_in_scope
     def gathered_grads(self) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients that the next step applies, whole, by the names of the parameters.
+        """Return copies of the whole gradients that the next step applies, by the names of the parameters.
 
         They are averaged over the replicas, divided by the loss scale, and clipped if they have been. Call it
         on all ranks between the last backward of a step and the step; a rank then has memory for all of them.
         Parameters without a gradient are left out. Before a step that will be skipped for overflow they are
-        as the backward has left them. Under a pipeline they are those of this stage.
+        not divided. Under a pipeline they are those of this stage.
         """
         self.gradients.prepare()
         return {
@@ -388,7 +388,7 @@ class OptimizerWrapper(Optimizer):
 
     @_in_scope
     def count_zero_grads(self) -> int:
-        """Return how many elements of the gradients are 0, over all ranks; collective."""
+        """Return the number of zero elements of the gradients over all ranks; collective."""
         self.gradients.prepare()
         return self.gradients.num_zeros()
 
@@ -396,14 +396,14 @@ class OptimizerWrapper(Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> Any:
         """Update the parameters, unless a rank found an overflow, or there are no gradients.
 
-        `stepped` says whether it was done. As in torch, a second step without a backward applies the same
-        gradients again.
+        The attribute `stepped` is True if it updated them. As in torch, a second step without a backward
+        applies the same gradients again.
 
         Raises:
-            ValueError: The precision scales the loss, and a closure is given, or no optimizer of the model
-                has run the backward; or a second step applies gradients of losses with weights again, and
-                the optimizer works on float32 copies of them.
-            RepeatedOverflowError: `max_consecutive_skips` steps in a row were skipped.
+            ValueError: `closure` is given and the precision scales the loss, or no optimizer of the model has
+                run the backward; or a second step applies gradients of losses with weights again, and the
+                optimizer works on float32 copies of them.
+            RepeatedOverflowError: `max_consecutive_skips` consecutive steps were skipped.
         """
         if closure is not None and self.scaler.skips:
             raise ValueError(
@@ -416,7 +416,7 @@ class OptimizerWrapper(Optimizer):
         if is_finite and self.max_norm > 0:
             gradients.clip_norm(self.max_norm, self.norm_type)
         has_gradients = closure is not None or gradients.exist
-        decision = gradients.decision  # a closure can start backwards, for which there is none yet
+        decision = gradients.decision  # before the closure: its backwards have no decision yet
         assert decision is not None
         result = self._update(closure) if is_finite else None
         self.stepped = is_finite and has_gradients
@@ -433,19 +433,19 @@ class OptimizerWrapper(Optimizer):
 
     @_in_scope
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients."""
+        """Clear the gradients."""
         self.gradients.forget()
         self.masters.zero_grad(set_to_none=set_to_none)
         self.optim.zero_grad(set_to_none=set_to_none)
 
     @contextmanager
     def for_checkpoint(self, *, loads: bool = True) -> Iterator[Optimizer]:
-        """Within the block, the optimizer underneath can be saved or loaded by the names of the model.
+        """Context in which the optimizer underneath can be saved or loaded by the names of the model.
 
         It holds the model's parameters, and float32 masters are among their states.
 
         Args:
-            loads: Whether states may be replaced in the block.
+            loads: Whether states can be replaced in the block.
         """
         with self.gradients.plan.scope(), self.masters.as_states(self.optim, loads=loads):
             yield self.optim
@@ -457,19 +457,19 @@ class OptimizerWrapper(Optimizer):
 
     @_in_scope
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Load a result of `state_dict`."""
         self.masters.load_state_dict(self.optim, state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group to the optimizer underneath.
 
         Raises:
-            ValueError: The optimizer works on float32 masters or slices, which are made at the door only.
+            ValueError: The optimizer works on float32 masters or slices, which `Booster.boost` makes.
         """
         if len(self.masters):
             raise ValueError(
-                "a group is added after the door, where its parameters would have got their float32 masters: "
-                "add it to the optimizer before, with lr 0 until it is wanted"
+                "a group is added after boost or initialize, which would have made the float32 masters of "
+                "its parameters: add it to the optimizer before, with lr 0 until it is wanted"
             )
         self.optim.add_param_group(param_group)
 
@@ -483,10 +483,10 @@ class OptimizerWrapper(Optimizer):
             self._is_updating = False
 
     def _with_grads_taken(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """Return a closure after which what stands in for the parameters has their new gradients."""
+        """Return a closure that also gives the new gradients to the stand-ins."""
 
         def compute() -> float:
-            with as_memory(False):  # it is the user's, for whom a ColoTensor is a whole one
+            with as_memory(False):  # the user's closure sees whole ColoTensors
                 loss = closure()
             if self.weights.kind is LossKind.SUMS:
                 self.gradients.prepare()
@@ -497,7 +497,7 @@ class OptimizerWrapper(Optimizer):
         return compute
 
     def _reason(self, overflow: Overflow) -> str:
-        """Say where an overflow stands; under a pipeline, ranks tell each other the name."""
+        """Return the reason of a skip; under a pipeline, one rank broadcasts the name of the parameter."""
         name = "<not a parameter of the model>"
         for param, known in self.param_names.items():
             model_param = self.masters.param_of(param)

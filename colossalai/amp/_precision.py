@@ -1,7 +1,6 @@
-"""Mixed precision as the hooks of a training step: what surrounds the forward, and how the loss is scaled.
+"""Mixed precision as hooks of a training step: the context of the forward, and loss scaling.
 
-A `Precision` says what a precision is; it is frozen and can be shared. `make_scaler` gives each model the
-state that goes with it.
+A `Precision` is frozen and can be shared. `make_scaler` makes the state for each model.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,11 +24,11 @@ _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 class Precision:
-    """What a precision does around a step; the base class leaves everything as the model has it."""
+    """Hooks of a precision around a step; the base class changes nothing."""
 
     @property
     def label(self) -> str:
-        """The name of the precision in the log; empty: that of the model's parameters."""
+        """The name of the precision in the log; empty: the dtype of the model's parameters."""
         return type(self).__name__
 
     @property
@@ -38,7 +37,7 @@ class Precision:
         return False
 
     def resolve(self, model: nn.Module, device: torch.device, agree: Callable[[bool], bool]) -> "Precision":
-        """Return the precision of a model on a device: itself, unless these two decide.
+        """Return the precision for a model on a device: itself, unless it depends on these two.
 
         Args:
             model: The model.
@@ -52,38 +51,38 @@ class Precision:
         return nullcontext()
 
     def casts(self, model: nn.Module, *, float32_grads: bool) -> Casts:
-        """Return what becomes of a model's parameters and buffers, before anything is done with them.
+        """Return the casts of a model's parameters and buffers, which are applied before all methods.
 
         Args:
             model: The model, whose parameters need not have values yet.
-            float32_grads: Whether gradients may accumulate in float32 while parameters are lower. Torch's
-                `DistributedDataParallel` cannot reduce such gradients.
+            float32_grads: Whether gradients can accumulate in float32 while parameters have a lower
+                precision. Torch's `DistributedDataParallel` cannot reduce such gradients.
         """
         return Casts()
 
     @final
     def convert_model(self, model: nn.Module, *, float32_grads: bool) -> Masters:
-        """Bring a whole model to the precision, in place; return the masters of parameters that get one.
+        """Cast a whole model to the precision, in place; return the masters of its parameters.
 
         Args:
-            model: The model, on its device, before anything is done with its parameters.
+            model: The model, on its device, before any method is applied to its parameters.
             float32_grads: See `casts`.
         """
         casts = self.casts(model, float32_grads=float32_grads)
-        masters = casts.cast(model.parameters())  # a tied one comes once
+        masters = casts.cast(model.parameters())  # tied parameters are listed once
         casts.cast_buffers(model)
         return Masters(masters)
 
     def convert_input(self, inputs: Any) -> Any:
-        """Convert what the forward takes: any nest of tuples, lists and dicts."""
+        """Convert the input of the forward: any nest of tuples, lists and dicts."""
         return inputs
 
     def convert_activation(self, output: Any) -> Any:
-        """Convert what a stage of a pipeline returned, before it is sent to the next one."""
+        """Convert the output of a pipeline stage, before it is sent to the next one."""
         return output
 
     def convert_output(self, output: Any) -> Any:
-        """Convert what the forward returned."""
+        """Convert the output of the forward."""
         return output
 
     def make_scaler(self) -> LossScaler:
@@ -91,7 +90,7 @@ class Precision:
         return LossScaler()
 
     def step_hooks(self) -> tuple[Callable[[OptimizerWrapper], None], ...]:
-        """Return what is called before each update, when the gradients are true."""
+        """Return hooks that run before each update, when the gradients are true."""
         return ()
 
 
@@ -100,7 +99,7 @@ class FullPrecision(Precision):
     """The model computes in the dtype of its parameters.
 
     Attributes:
-        returns_float32: Whether what it returns in 16 bits becomes float32.
+        returns_float32: Whether outputs in 16 bits are converted to float32.
     """
 
     returns_float32: bool = False
@@ -115,9 +114,9 @@ class FullPrecision(Precision):
 
 
 class _Autocast(Precision):
-    """Parameters stay as they are; torch picks the dtype of each operation.
+    """Parameters keep their dtype; torch chooses the dtype of each operation.
 
-    What the model returns is float32 again, so that the loss is computed in it.
+    The model's output is float32, so that the loss is computed in it.
     """
 
     dtype: torch.dtype
@@ -151,7 +150,7 @@ class FP16Autocast(_Autocast):
         backoff_factor: Factor of the scale after an overflow.
         growth_interval: Number of steps without overflow before the scale grows.
         enabled: False leaves the loss unscaled.
-        max_consecutive_skips: So many skipped steps in a row stop training; 0 for no bound.
+        max_consecutive_skips: Number of consecutive skipped steps that stops training; 0 for no bound.
     """
 
     dtype = torch.float16
@@ -184,8 +183,8 @@ class FP16Autocast(_Autocast):
 class AutoPrecision(Precision):
     """Bfloat16 on devices that are fast at it, full precision on others; decided before a model is cast.
 
-    A model whose trained parameters have 16 bits already is one for bfloat16 everywhere: in full precision it
-    would stay as it is, without float32 masters.
+    A model whose trained parameters have 16 bits already gets bfloat16 everywhere: in full precision it
+    would not be cast, and have no float32 masters.
 
     Attributes:
         bfloat16: The precision on fast devices.
@@ -221,10 +220,10 @@ def is_fast_at_bfloat16(
 ) -> tuple[bool, str]:
     """Return whether matrix products are faster in bfloat16 than in float32 on a device, and the reason.
 
-    The features of a processor decide, and no clock: equal machines, and equal runs, have equal verdicts.
-    Without amx_bf16 and avx512_bf16 torch widens the operands of each product, which took five times as long
-    as float32 with AVX-512. On an Intel processor avx512_bf16 alone took 1.6 times as long. The figures are
-    those of benchmarks/bfloat16.py.
+    The features of a processor decide, without a measurement: equal machines, and equal runs, give equal
+    results. Without amx_bf16 and avx512_bf16 torch widens the operands of each product, which took five times
+    as long as float32 with AVX-512. On an Intel processor avx512_bf16 alone took 1.6 times as long. The
+    figures are from benchmarks/bfloat16.py.
 
     Args:
         device: The device.
@@ -232,7 +231,7 @@ def is_fast_at_bfloat16(
             of this machine.
     """
     if device.type != "cpu":
-        # Without emulation: a device without units for bfloat16 counts as one that does not support it.
+        # Without emulation: a device without bfloat16 units counts as one without support.
         supports = getattr(getattr(torch, device.type, None), "is_bf16_supported", None)
         if supports is None:
             return False, f"torch does not report whether the device ({device.type}) supports bfloat16"
@@ -255,10 +254,11 @@ def is_fast_at_bfloat16(
 
 
 def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Mapping[str, Any]:
-    """Return the features of the processor, as `torch.cpu.get_capabilities` names them.
+    """Return the features of the processor, with the names of `torch.cpu.get_capabilities`.
 
     Args:
-        cpuinfo: The report of Linux, for versions of torch without one. Without both the result is empty.
+        cpuinfo: The report of Linux, for versions of torch without that function. Without both the result is
+            empty.
     """
     report = getattr(torch.cpu, "get_capabilities", None)
     if report is not None:
@@ -273,16 +273,16 @@ def cpu_features(cpuinfo: Path = Path("/proc/cpuinfo")) -> Mapping[str, Any]:
 
 
 def to_float32(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of 16 bits as float32, any other as it is."""
+    """Return a tensor of 16 bits as float32; others are returned unchanged."""
     return tensor.float() if tensor.dtype in (torch.float16, torch.bfloat16) else tensor
 
 
 def refuse_misfit(precision: Precision, *, shards_parameters: bool) -> None:
-    """Raise if a precision does not go with sharded parameters.
+    """Raise if a precision cannot be combined with sharded parameters.
 
     Args:
         precision: The precision.
-        shards_parameters: Whether a rank holds slices of the parameters only.
+        shards_parameters: Whether a rank holds only slices of the parameters.
 
     Raises:
         ValueError: `precision` keeps float32 masters, and `shards_parameters` is set.
@@ -318,5 +318,5 @@ class PrecisionModule(nn.Module):
 
 
 def apply_precision(module: nn.Module, precision: Precision, device_type: str) -> nn.Module:
-    """Return a module that computes as `module` does, in a precision; `module` itself in full precision."""
+    """Return a module that runs `module` in a precision; `module` itself in full precision."""
     return module if precision == FullPrecision() else PrecisionModule(module, precision, device_type)

@@ -1,4 +1,4 @@
-"""What may stand in an optimizer for the parameters of a model: float32 masters, slices, or nothing else."""
+"""Stand-ins of a model's parameters in an optimizer (float32 masters, slices): the interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,11 +13,11 @@ STATE_KEY = "master"
 """The name of a master among the states of its parameter, in a checkpoint."""
 
 MASTERS_KEY = "masters"
-"""The key of all masters in what `state_dict` returns."""
+"""The key of all masters in the result of `state_dict`."""
 
 
 class BackwardReducer(Protocol):
-    """What averages gradients during backwards, and has to know where each begins and ends."""
+    """A reducer of gradients during backwards, with hooks at their begin and end."""
 
     def before_backward(self) -> None:
         """Prepare for a backward; collective."""
@@ -26,15 +26,15 @@ class BackwardReducer(Protocol):
         """End a backward; collective.
 
         Args:
-            has_failed: Whether the backward has raised; nothing is sent then.
+            has_failed: Whether the backward has raised; then the rank sends nothing.
         """
 
 
 class StandIns(ABC):
-    """The tensors that an optimizer updates in the place of a model's parameters.
+    """The tensors that an optimizer updates instead of a model's parameters.
 
     Attributes:
-        reducers: What averages the gradients of backwards of the model.
+        reducers: Reducers of the gradients of the model's backwards.
     """
 
     reducers: Sequence[BackwardReducer] = ()
@@ -46,35 +46,35 @@ class StandIns(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return how many parameters have a stand-in."""
+        """Return the number of parameters with a stand-in."""
 
     @abstractmethod
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the model's parameter of a stand-in, any other tensor itself."""
+        """Return the model's parameter of a stand-in; other tensors are returned unchanged."""
 
     @abstractmethod
     def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-        """Return names in which the stand-ins have the names of their parameters."""
+        """Return the names, with the names of parameters also for their stand-ins."""
 
     def measured(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-        """Return what norms are taken of: the same parameters on all ranks that share them.
+        """Return the tensors that enter norms: the same parameters on all ranks that share them.
 
         Args:
-            params: What the optimizer holds.
+            params: The optimizer's parameters.
         """
         return list(params)
 
     @abstractmethod
     def scale_grads(self, factor: float) -> None:
-        """Multiply what backwards have left for `take_grads`."""
+        """Multiply gradients from backwards, before `take_grads`."""
 
     @abstractmethod
     def put_back_grads(self, factor: float, *, untaken: float | torch.Tensor) -> None:
-        """Put taken gradients, times `factor`, back to where backwards add to them.
+        """Move taken gradients, times `factor`, back to the place where backwards add to them.
 
         Args:
-            factor: What they are multiplied by.
-            untaken: What those gradients are multiplied by of which stand-ins have no copies any more.
+            factor: Factor of the taken gradients.
+            untaken: Factor of the gradients whose copies the stand-ins have lost.
         """
 
     @abstractmethod
@@ -82,64 +82,64 @@ class StandIns(ABC):
         """Give each stand-in the gradient of its parameter."""
 
     def follow_users(self) -> None:  # noqa: B027 - some have no gradients of their own
-        """Forget the gradients of parameters whose `.grad` users have dropped since `take_grads`."""
+        """Clear the gradients of parameters whose `.grad` users have cleared since `take_grads`."""
 
     @abstractmethod
     def has_grads(self, params: Sequence[nn.Parameter]) -> bool:
-        """Return whether gradients of earlier backwards are left.
+        """Return whether there are gradients of earlier backwards.
 
         Args:
-            params: What the optimizer holds.
+            params: The optimizer's parameters.
         """
 
     def gathered_grads(self, params: Sequence[nn.Parameter]) -> dict[nn.Parameter, torch.Tensor]:
         """Return the gradients of the model's parameters that have one, after `take_grads`.
 
-        Collective where ranks have slices of them.
+        Collective if ranks have slices of them.
 
         Args:
-            params: What the optimizer holds.
+            params: The optimizer's parameters.
         """
         grads = ((cast(nn.Parameter, self.param_of(param)), param.grad) for param in params)
         return {param: grad for param, grad in grads if grad is not None}
 
     @abstractmethod
     def zero_grad(self, *, set_to_none: bool) -> None:
-        """Forget the gradients of the parameters."""
+        """Clear the gradients of the parameters."""
 
     def windows(self, params: Sequence[nn.Parameter]) -> Iterator[Sequence[nn.Parameter]]:
-        """Yield runs of the optimizer's parameters that can be in memory together.
+        """Yield runs of the optimizer's parameters that fit into memory together.
 
-        Where `is_paged`, whatever is done with all of them, or their gradients, is done run by run.
+        If `is_paged`, operations on all of them, or on their gradients, proceed run by run.
 
         Args:
-            params: What the optimizer holds, or a part of it.
+            params: The optimizer's parameters, or a part of them.
         """
         yield params
 
     @abstractmethod
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
-        """Step the optimizer and copy what it has updated into the parameters; return what its closure does.
+        """Step the optimizer and copy its updates into the parameters; return the result of its step.
 
-        Before that the stand-ins follow what users have written into parameters since the last step.
+        Before that the stand-ins are updated with values that users have written since the last step.
         """
 
     @abstractmethod
     def as_states(self, optimizer: Optimizer, *, loads: bool) -> AbstractContextManager[None]:
-        """Within the block the optimizer holds the model's parameters, with their states, masters among them.
+        """Context in which the optimizer holds the model's parameters, with their states and masters.
 
-        So a checkpoint is written and read under the names of the model. Where the states are of a range of a
-        parameter, the parameter says so (`range_of_states`).
+        So a checkpoint is saved and loaded under the names of the model. States of only a range of a
+        parameter are marked on it (`range_of_states`).
 
         Args:
             optimizer: The optimizer.
-            loads: Whether states may be replaced in the block.
+            loads: Whether states can be replaced in the block.
         """
 
     @abstractmethod
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the state of an optimizer, as torch numbers it, and with it the masters."""
+        """Return the state of an optimizer, with torch's numbers, and the masters."""
 
     @abstractmethod
     def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, with masters or without, into parameters with or without."""
+        """Load a result of `state_dict`, with or without masters, into parameters with or without them."""

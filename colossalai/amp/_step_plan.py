@@ -23,17 +23,17 @@ def params_of(optim: Optimizer) -> list[nn.Parameter]:
 
 @dataclass(frozen=True, eq=False)
 class StepPlan:
-    """What a step knows of the parameters of an optimizer, read off them once.
+    """The parameters of an optimizer as a step uses them, computed once.
 
-    A plan is made for the parameters in the groups of an optimizer, and made again when these are others.
+    A plan is made anew when the parameters in the groups of the optimizer change.
 
     Attributes:
         params: The tensors that the optimizer updates, in the order of its groups.
         ids: Their ids.
-        model_params: For each of them the parameter of the model: itself, without a stand-in.
+        model_params: For each of them the parameter of the model; itself, without a stand-in.
         places: For each of them the place of its parameter in the model.
         measured: The tensors of which norms are taken, the same on all ranks of a pipeline stage.
-        scope: The context in which all of them are this rank's memory.
+        scope: The context in which ColoTensors among them are this rank's memory.
     """
 
     params: tuple[nn.Parameter, ...]
@@ -54,7 +54,7 @@ class StepPlan:
 
         Args:
             params: The tensors that an optimizer updates.
-            stand_ins: Those among them that stand in for parameters of the model.
+            stand_ins: The stand-ins among them.
             places: Place of each parameter in the model.
             counts: See `OptimizerWrapper`.
         """
@@ -73,5 +73,5 @@ class StepPlan:
 
     @cached_property
     def norm_groups(self) -> tuple[NormGroup, ...]:
-        """The measured tensors by the ranks over which they are sharded; made when a norm is first taken."""
+        """The measured tensors by the ranks over which they are sharded; computed at the first norm."""
         return norm_groups(self.measured)

@@ -209,7 +209,7 @@ def test_schedulers_and_groups_go_on():
     optimizer.step()
     scheduler.step()
     assert [group["lr"] for group in optimizer.param_groups] == [0.75, 3.75]
-    with pytest.raises(ValueError, match="added after the door"):
+    with pytest.raises(ValueError, match="added after boost or initialize"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
 
 
