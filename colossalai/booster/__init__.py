@@ -1,7 +1,7 @@
 """Booster: takes model, optimizer and loader, and returns them with the methods of a plugin built in.
 
-For models with adapters of peft: `adapters_off`, `has_adapters`, `merge`, `merged_tensors`; and for
-`colossalai.chat` the functions that write their folders.
+The functions for models with adapters of peft are `adapters_off`, `has_adapters`, `merge` and
+`merged_tensors`; `colossalai.chat` also uses the functions that write adapter folders.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -28,5 +28,5 @@ _LORA = (
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is not imported yet (PEP 562)."""
+    """Import a function of `_lora` at its first access (PEP 562)."""
     return find_name(__name__, dict.fromkeys(_LORA, f"{__name__}._lora"), name)

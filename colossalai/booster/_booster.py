@@ -1,4 +1,4 @@
-"""Booster: give it model, optimizer, criterion, dataloader and scheduler, and train with what it returns."""
+"""Booster: builds a plugin's parallel methods into model, optimizer, criterion, dataloader and scheduler."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,36 +42,36 @@ LoaderT = TypeVar("LoaderT", bound=Iterable[Any] | None, default=None)
 SchedulerT = TypeVar("SchedulerT", default=None)
 
 Boosted = tuple[ModelWrapper, OptimizerT, CriterionT, LoaderT, SchedulerT]
-"""Model, optimizer, criterion, dataloader, scheduler; None for what was not given."""
+"""Model, optimizer, criterion, dataloader, scheduler; None for a component that was not given."""
 
 
 class BatchOutput(TypedDict):
-    """What a batch through the pipeline gave; None for what was not asked for or is not known here."""
+    """Loss and outputs of a batch through the pipeline; None if not requested, or not on this rank."""
 
     loss: torch.Tensor | None
     outputs: Any
 
 
 class Booster(Saving):
-    """Builds the methods of a plugin into training components; several models and optimizers in one job work.
+    """Builds the methods of a plugin into training components; a job can have several models and optimizers.
 
-    It lays the mesh of the job out as the plugin says: make it before layers of `colossalai.nn` that
+    It lays out the mesh of the job for the plan of the plugin: make it before layers of `colossalai.nn` that
     are to be cut are built, or call `plugin.configure()` before.
 
     Args:
-        device: Where the models are put; default: the device of this rank.
-        mixed_precision: "fp16", "bf16", "fp32" or an object with options; default: as the model is. "auto":
+        device: Device of the models. Default: the device of this rank.
+        mixed_precision: "fp16", "bf16", "fp32" or an object with options. Default: the model's dtype. "auto":
             "bf16" on devices that are fast at it, else "fp32"; decided by rank 0 at `boost`.
-        plugin: The parallel methods; default: data parallelism over all ranks.
-        gradient_accumulation: Number of microbatches that make one optimizer step; see `accumulate`.
+        plugin: The parallel methods. Default: data parallelism over all ranks.
+        gradient_accumulation: Number of microbatches in one optimizer step; see `accumulate`.
         compile: Compile the model's blocks: True, or a dict of options of `torch.compile`.
-        fused_loss: Let a language model that is given labels compute its loss in training in chunks, without
-            logits.
+        fused_loss: Whether a language model that is given labels computes its loss in training in chunks,
+            without logits.
 
     Raises:
         RuntimeError: The job has not been launched.
-        ValueError: `device` or `mixed_precision` is unknown, `plugin` is no `Plugin`, `gradient_accumulation`
-            is below 1, or `mixed_precision` is given here and to the plugin.
+        ValueError: `device` or `mixed_precision` is unknown, `plugin` is not a `Plugin`,
+            `gradient_accumulation` is below 1, or `mixed_precision` is given here and to the plugin.
     """
 
     @names_arguments
@@ -110,7 +110,7 @@ class Booster(Saving):
         if fused_loss:
             plan = replace(plan, fused_loss=True)
         self.device = global_context.device if device is None else _device(device)
-        self.plugin.configure()  # the last thing that can fail: from here on the job has the plan's mesh
+        self.plugin.configure()  # the last call that can fail: from here on the job has the plan's mesh
         self.mesh = global_context.mesh
         if global_context.layout.pipeline > 1 and plan.pipeline is None:
             raise ConfigException(
@@ -118,7 +118,7 @@ class Booster(Saving):
                 "HybridParallelPlugin(pp_size=...)"
             )
         self.plan = replace(plan, layout=global_context.layout)
-        self._precision = plan.precision  # as it was chosen; each model decides, if it is "auto"
+        self._precision = plan.precision  # as it was chosen; "auto" is resolved for each model
 
     @overload
     def boost(
@@ -173,21 +173,21 @@ class Booster(Saving):
 
         Args:
             model: The model; it is moved to the device and changed in place. With a pipeline: the whole
-                model, of which this rank's part comes back, or this rank's part.
-            optimizer: Its optimizer, or a list or tuple of several, each of parameters of its own (the
-                players of a GAN in one module, Muon beside AdamW), of which the same comes back. They share
-                one loss scale, and each clips by the norm of its own parameters.
+                model, of which this rank's part is returned, or this rank's part.
+            optimizer: Its optimizer, or a list or tuple of several with separate parameters (the players of a
+                GAN in one module, Muon and AdamW), which is returned with the same type. They share one loss
+                scale, and each clips by the norm of its own parameters.
             criterion: The loss function; moved to the device if it is a module.
-            dataloader: Batches, from `plugin.prepare_dataloader`, whose tensors then come on the device;
-                returned as it is. With `gradient_accumulation` iterate over the one that is returned: it says
-                where an epoch ends.
+            dataloader: Batches, from `plugin.prepare_dataloader`, whose tensors are then moved to the device;
+                returned as it is. With `gradient_accumulation` iterate over the returned one, which marks the
+                end of an epoch.
             lr_scheduler: A scheduler of the optimizer, or several; returned as it is.
 
         Returns:
-            Model, optimizer, criterion, dataloader, scheduler; None for what was not given.
+            Model, optimizer, criterion, dataloader, scheduler; None for a component that was not given.
 
         Raises:
-            ValueError: `optimizer` is empty or holds parameters that `model` has not, a component has been
+            ValueError: `optimizer` is empty or holds parameters that `model` lacks, a component has been
                 boosted before, `model` cannot be built for the plan of the plugin, or `dataloader` divides
                 samples among another number of ranks than the model has data-parallel ones.
         """
@@ -205,7 +205,7 @@ class Booster(Saving):
         plan = replace(plan, precision=self._precision)
         if isinstance(model, nn.Module):  # `assemble` refuses anything else
             plan = plan.resolve(model, self.mesh, self.device)
-        self.plan = replace(self.plan, precision=plan.precision)  # which checkpoints hold
+        self.plan = replace(self.plan, precision=plan.precision)  # which checkpoints store
         described = describe_model(model, plan)
         boosted, wrapped = assemble_with_optimizers(
             plan,
@@ -233,7 +233,7 @@ class Booster(Saving):
         return boosted, returned, criterion, dataloader, lr_scheduler
 
     def _lay_out_as_cut(self, model: nn.Module, dataloader: Iterable[Any] | None) -> Plan:
-        """Lay the job out as a user has cut a model, and return the plan for it: the plugin's, if nobody has.
+        """Lay the job out for a model that a user has cut; return its plan, or the plugin's for other models.
 
         Raises:
             ValueError: `dataloader` divides samples among other ranks.
@@ -254,21 +254,21 @@ class Booster(Saving):
             )
         relayout(group.layout)
         self.mesh = global_context.mesh
-        return replace(self.plan, layout=group.layout)  # for this model: others are not to be cut by rules
+        return replace(self.plan, layout=group.layout)  # for this model: rules must not cut other models
 
     def backward(self, loss: GivenLoss, optimizer: Optimizer, weight: Weight | None = None) -> None:
-        """Run the backward of a loss; the loss scale, if any, is that of `optimizer`.
+        """Run the backward of a loss, multiplied by the loss scale of `optimizer`, if any.
 
         Args:
             loss: The mean over the batch, or a pair (sum, count).
             optimizer: The boosted optimizer.
-            weight: What the mean is over, say the number of labels. With it, or with pairs, the step is that
-                of the mean over all labels of all ranks and of all backwards since `optimizer.zero_grad()`,
-                and losses are not divided for accumulation. After it `optimizer.mean_loss` is that mean.
+            weight: Number of labels (or samples) of the mean. With it, or with pairs, the step is that of the
+                mean over all labels of all ranks and of all backwards since `optimizer.zero_grad()`, and
+                losses are not divided for accumulation. After it `optimizer.mean_loss` is that mean.
 
         Raises:
-            ValueError: `optimizer` has not been boosted, `loss` is not what a criterion returns, `weight` is
-                negative or not one number, or only some of the losses of a step have one.
+            ValueError: `optimizer` has not been boosted, `loss` is not a valid loss, `weight` is negative or
+                not one number, or only some of the losses of a step have a weight.
         """
         boosted_optimizer(optimizer).backward(loss, weight)
 
@@ -284,23 +284,23 @@ class Booster(Saving):
     ) -> BatchOutput:
         """Take the next batch and run it through the pipeline: forward, and with an optimizer backward.
 
-        A batch that is a pair is taken as (data, label), and the criterion gets (output, label). Any other is
-        the data, and the criterion gets (output, data of the microbatch). Data that is a dict becomes keyword
-        arguments.
+        A batch that is a pair is taken as (data, label), and the criterion gets (output, label). Any other
+        batch is the data, and the criterion gets (output, data of the microbatch). The entries of a dict are
+        keyword arguments.
 
         Args:
             data_iter: Iterator of batches, the same ones on all pipeline ranks.
             model: A model that was boosted with a pipeline.
             criterion: The loss function; it returns the mean over the microbatch, or a pair (sum, count).
             optimizer: Its boosted optimizer; None to run forward only.
-            return_loss: Return the mean loss of the batch, on every rank.
-            return_outputs: Return the outputs, on the rank of the last stage.
+            return_loss: Whether to return the mean loss of the batch, on every rank.
+            return_outputs: Whether to return the outputs, on the rank of the last stage.
 
         Returns:
-            "loss" and "outputs", each None if it was not asked for or is not known here.
+            "loss" and "outputs", each None if it was not requested or is not on this rank.
 
         Raises:
-            ValueError: Model or optimizer have not been boosted with a pipeline, or a loss is needed and
+            ValueError: `model` or `optimizer` has not been boosted with a pipeline, or a loss is needed and
                 there is no criterion.
             StopIteration: `data_iter` has no more batches.
         """
@@ -327,13 +327,13 @@ class Booster(Saving):
 
     @contextmanager
     def accumulate(self, model: nn.Module) -> Iterator[None]:
-        """Run a microbatch in it: forward, backward, step, zero_grad, as if it were a whole batch.
+        """Context for a microbatch with forward, backward, step and zero_grad, as for a whole batch.
 
         With `Booster(gradient_accumulation=N)` N microbatches make one step of the optimizers of `model`.
         Losses without a weight are divided here, gradients are synchronized in the last microbatch only, and
-        step, clipping and zero_grad take effect then; `optimizer.stepped` says whether a step was made, and a
-        scheduler steps after it. Where an epoch ends earlier (`boost` was given the dataloader), so does the
-        window.
+        step, clipping and zero_grad take effect then; `optimizer.stepped` is True after a step, and a
+        scheduler steps after it. The window also ends at the end of an epoch, if `boost` was given the
+        dataloader.
 
             for batch in dataloader:
                 with booster.accumulate(model):
@@ -362,20 +362,20 @@ class Booster(Saving):
     def gather_for_metrics(self, data: T, dataloader: Iterable[Any] | None = None) -> T:
         """Return predictions, labels and the like with the rows of all data-parallel ranks, each sample once.
 
-        Where the samples do not divide by the ranks, some stand in for missing ones in the last batch: their
-        rows are left out. The rows come in the order of the dataset (of the sampler, if it shuffles). Every
-        data-parallel rank calls it, for the batch in hand, or after a pass for all of it.
+        If the samples are not a multiple of the ranks, the last batch repeats some: their rows are left out.
+        The rows are in the order of the dataset (of the sampler, if it shuffles). Collective over the
+        data-parallel ranks, for the current batch, or after a pass for all of it.
 
         Args:
             data: Tensors, in dicts, lists and tuples at any depth; dim 0 has a row, or equally many, for each
                 sample. A tensor without dims gives a row for each rank. None stays None, as on the ranks of a
                 pipeline that have no output.
-            dataloader: The loader of the samples; default: that of `plugin.prepare_dataloader` which has
-                handed out a batch last. Of one of another kind nothing is known: all rows, rank after rank.
+            dataloader: The loader of the samples. Default: the loader of `plugin.prepare_dataloader` that
+                returned a batch last. With a loader of another kind all rows are returned, rank after rank.
 
         Raises:
-            ValueError: `data` holds an object that is no tensor, its shapes differ between ranks beyond dim
-                0, its rows do not belong to samples, or the loader divides them among another number of
+            ValueError: `data` holds an object that is not a tensor, its shapes differ between ranks beyond
+                dim 0, its rows do not belong to samples, or the loader divides them among another number of
                 ranks; on all ranks.
         """
         loader = self.plugin.last_dataloader() if dataloader is None else dataloader
@@ -394,7 +394,7 @@ class Booster(Saving):
         return gather_samples(data, replicas, in_hand=in_hand, device=self.device)
 
     def gathered_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Return copies of the gradients that the next steps apply, whole, by the names of the parameters.
+        """Return copies of the whole gradients that the next steps apply, by the names of the parameters.
 
         See `OptimizerWrapper.gathered_grads`. Collective: all ranks call it, between backward and step.
 
@@ -402,7 +402,7 @@ class Booster(Saving):
             model: A boosted model.
 
         Raises:
-            ValueError: The model has not been boosted, or no optimizer was boosted with it; or the
+            ValueError: `model` has not been boosted, or no optimizer was boosted with it; or the
                 microbatch is not the last one of its window.
         """
         optimizers = _boosted_model(model).trained_by
@@ -414,29 +414,29 @@ class Booster(Saving):
         return {name: grad for each in optimizers for name, grad in each.gathered_grads().items()}
 
     def register_forward_method(self, model: nn.Module, name: str) -> None:
-        """Let a method of a boosted model run as its forward does; see `ModelWrapper`.
+        """Make a method of a boosted model run as its forward does; see `ModelWrapper`.
 
         Args:
             model: A boosted model, on which the method is called afterwards.
             name: Name of the method, such as "compute_loss".
 
         Raises:
-            ValueError: The model has not been boosted, has no such method, or is a stage of a pipeline.
+            ValueError: `model` has not been boosted, has no such method, or is a stage of a pipeline.
         """
         _boosted_model(model).register_forward_method(name)
 
     def no_sync(self, model: nn.Module, optimizer: Optimizer | None = None) -> AbstractContextManager[None]:
         """Return a context in which forward and backward of `model` only add to this rank's gradients.
 
-        To accumulate N microbatches, run all but the last one in it, divide each loss by N, unless it has a
-        weight, then step once.
+        To accumulate N microbatches, run all but the last one in it, divide each loss without a weight by N,
+        then step once.
 
         Args:
             model: A boosted model.
             optimizer: Accepted for plugins whose optimizer synchronizes; checked to be boosted.
 
         Raises:
-            ValueError: The model or the optimizer has not been boosted.
+            ValueError: `model` or `optimizer` has not been boosted.
         """
         if optimizer is not None:
             boosted_optimizer(optimizer)
@@ -447,7 +447,7 @@ def _device(device: str | torch.device) -> torch.device:
     try:
         chosen = torch.device(device)
     except RuntimeError as error:
-        raise ValueError(f"device is {device!r}, which is no device of torch: {error}") from error
+        raise ValueError(f"device is {device!r}, which is not a device of torch: {error}") from error
     here = ["cpu", *(each.type for each in [torch.accelerator.current_accelerator()] if each is not None)]
     if chosen.type not in here:
         raise ValueError(f"device is {device!r}; this machine has {' and '.join(here)} only")
@@ -456,5 +456,5 @@ def _device(device: str | torch.device) -> torch.device:
 
 def _boosted_model(model: nn.Module) -> ModelWrapper:
     if not isinstance(model, ModelWrapper):
-        raise ValueError("this model has not been boosted: use the one that booster.boost returned")
+        raise ValueError("this model has not been boosted: use the model that booster.boost returned")
     return model

@@ -1,7 +1,7 @@
-"""Adapters of low rank (LoRA, 2106.09685) of peft: switched off, added into the weights, saved by themselves.
+"""Low-rank adapters (LoRA, 2106.09685) of peft: switched off, merged into the weights, saved on their own.
 
-A model with its adapters off is the model that training began with, so the reference of a KL penalty takes
-no memory: every rank computes with the same parameters as before, only without the factors A and B.
+A model with its adapters off is the model at the start of training, so the reference of a KL penalty takes
+no memory: every rank computes with the same parameters as before, without the factors A and B.
 """
 
 import copy
@@ -32,33 +32,34 @@ from colossalai.runtime import ModelWrapper
 from colossalai.tensor import CHECKPOINT_TIED_NAMES, CHUNK_PLACE, set_spec, spec_of
 
 FILE = "adapter_model.safetensors"
-"""What peft calls the file of the tensors of an adapter."""
+"""File name of an adapter's tensors, as in peft."""
 
 _TORCH_FILE, _CONFIG_FILE = "adapter_model.bin", "adapter_config.json"
 _SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
-_KINDS = ("LORA", "ADALORA", "OFT")  # of adapters whose files are written and read here
+_KINDS = ("LORA", "ADALORA", "OFT")  # kinds of adapters whose files are written and read here
 _FACTORS = ("lora_A", "lora_B")
-_PREFIX = "base_model.model."  # of all names in a model of peft
+_PREFIX = "base_model.model."  # of all names in a peft model
 
 
 def raw_of(model: nn.Module) -> Any:
-    """Return a model as it was given to `boost`, or this rank's stage of it."""
+    """Return the model that was given to `boost`, or this rank's stage of it."""
     return model.unwrap() if isinstance(model, ModelWrapper) else model
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Return whether a model is one of peft's, boosted or not; the same on all stages of a pipeline."""
+    """Return whether a model is a peft model, boosted or not; the same on all stages of a pipeline."""
     return bool(getattr(raw_of(model), "peft_config", None))
 
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Within the block a model computes without its adapters, as it did before they were trained.
+    """Context in which a model computes without its adapters, as before their training.
 
-    What adapters are trained beside (`modules_to_save`) is off, too. Parameters stay where they are and keep
-    their `requires_grad`, on which the data-parallel methods rely. Every rank enters and leaves the block.
+    Modules that are trained with the adapters (`modules_to_save`) are off, too. Parameters are not moved and
+    keep their `requires_grad`, on which the data-parallel methods rely. Every rank enters and leaves it.
 
     Args:
+        model: The model, boosted or not; a model without adapters is not changed.
         model: The model, boosted or not; one without adapters is not changed.
     """
     parts: list[Any] = [
@@ -66,7 +67,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     ]
     before = [part.disable_adapters for part in parts]
     for part in parts:
-        part._disable_adapters = True  # peft's own switch would stop and start gradients of parameters
+        part._disable_adapters = True  # peft's own switch would also change `requires_grad`
     try:
         yield
     finally:
@@ -76,19 +77,20 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 @torch.no_grad()
 def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank holds of a model with its adapters added into the weights, one after the other.
+    """Yield this rank's tensors of a model with its adapters merged into the weights, one after the other.
 
-    A weight that an adapter changes is made anew, W + scaling B A; any other tensor is the parameter itself.
-    It is cut as the parameter is: under tensor parallelism this rank's slice, with its spec, made without
-    communication; under FSDP a DTensor, which all ranks make together; of a pipeline come the tensors of this
-    rank's stage. All ranks go through it in step. Of what boost returned with Gemini, which has parameters in
-    chunks, each tensor is whole, and to be used before the next one is asked for.
+    A weight with an adapter is a new tensor, W + scaling B A; any other tensor is the parameter itself. It is
+    cut as the parameter is: under tensor parallelism this rank's slice, with its spec, made without
+    communication; under FSDP a DTensor, which all ranks make together; in a pipeline the tensors of this
+    rank's stage. Collective: all ranks iterate in step. Under Gemini, which holds parameters in chunks, each
+    tensor is whole, and must be used before the next one is taken.
 
     Args:
+        model: The model, boosted or not; under Gemini, the model that boost returned.
         model: The model, boosted or not; as boost returned it under Gemini.
 
     Yields:
-        The name in the model without adapters, and the tensor; tied ones under all of their names.
+        The name in the model without adapters, and the tensor; a tied one under each of its names.
 
     Raises:
         ValueError: `model` has adapters of another kind than plain LoRA of linear layers, or one on a weight
@@ -111,7 +113,7 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _gathered(model: nn.Module, tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Return a block in which tensors that lie in chunks can be read; every rank enters it."""
+    """Return a context in which tensors in chunks can be read; collective over all ranks."""
     in_chunks = [each for each in tensors if isinstance(each, nn.Parameter) and CHUNK_PLACE in vars(each)]
     if not isinstance(model, ModelWrapper) or not in_chunks:
         return nullcontext()
@@ -119,16 +121,16 @@ def _gathered(model: nn.Module, tensors: Iterable[Tensor]) -> AbstractContextMan
 
 
 def merge(model: nn.Module, *, in_place: bool = False) -> Any:
-    """Return the model without adapters, with what they say added into its weights.
+    """Return the model without adapters, with these merged into its weights.
 
     Args:
-        model: A model of peft, boosted or not, that is whole on this rank: under DDP, ZeRO 1 or 2, or alone.
-            Of any other plan, `save_pretrained(..., merges=True)` writes the same.
-        in_place: Change the model that was given to `get_peft_model`, and return it, instead of a copy.
+        model: A peft model, boosted or not, that is whole on this rank: under DDP, ZeRO 1 or 2, or alone.
+            Under any other plan, `save_pretrained(..., merges=True)` writes the merged model.
+        in_place: Whether to change and return the model that was given to `get_peft_model`, not a copy.
 
     Raises:
-        ValueError: `model` has no adapters or ones that cannot be merged, is not whole on this rank, or has
-            been boosted and `in_place` is set.
+        ValueError: `model` has no adapters or adapters that cannot be merged, is not whole on this rank, or
+            has been boosted and `in_place` is set.
     """
     raw = raw_of(model)
     if not has_adapters(raw):
@@ -136,17 +138,17 @@ def merge(model: nn.Module, *, in_place: bool = False) -> Any:
     plain = all(type(param) is nn.Parameter and spec_of(param) is None for param in raw.parameters())
     if isinstance(raw, ModelStage) or not plain:
         raise ValueError(
-            "this rank holds the model in parts, which are no model by themselves: write it with "
+            "this rank holds the model in parts, which are not a model by themselves: write it with "
             "save_pretrained(..., merges=True), and open that folder"
         )
     if in_place and raw is not model:
         raise ValueError("this model has been boosted, and its plan relies on its layers: leave in_place out")
-    next(merged_tensors(raw))  # tells what cannot be merged, before anything is changed
+    next(merged_tensors(raw))  # raises if a part cannot be merged, before anything is changed
     return (raw if in_place else copy.deepcopy(raw)).merge_and_unload().requires_grad_(True)
 
 
 def with_config(raw: nn.Module) -> Any:
-    """Return the part of a model that has a config of transformers; None if none has.
+    """Return the part of a model with a transformers config; None without one.
 
     Args:
         raw: The model, or a stage of it.
@@ -156,12 +158,12 @@ def with_config(raw: nn.Module) -> Any:
 
 
 def write_config(raw: Any, folder: str | Path, *, is_named: bool = False) -> None:
-    """Write the configs that transformers has beside weights.
+    """Write the transformers configs that belong to weights.
 
     Args:
         raw: A model with a config.
-        folder: Where to.
-        is_named: Whether the config has the name of the class of `raw` already.
+        folder: Target folder.
+        is_named: Whether the config has the class name of `raw` already.
     """
     config = copy.deepcopy(raw.config)
     config.dtype = next(raw.parameters()).dtype
@@ -174,17 +176,17 @@ def write_config(raw: Any, folder: str | Path, *, is_named: bool = False) -> Non
 
 @called_by_all_ranks("save", "a merged model")
 def save_merged(model: nn.Module, folder: str | Path, *, size_per_shard: float = 1024) -> None:
-    """Write a model with its adapters added into the weights; every rank calls it, rank 0 writes.
+    """Save a model with its adapters merged into the weights; every rank calls it, rank 0 writes.
 
     `from_pretrained` of transformers opens the folder.
 
     Args:
         model: The model, boosted or not.
-        folder: Where to.
+        folder: Target folder.
         size_per_shard: Largest size of a file of weights, in MB.
 
     Raises:
-        ValueError: `model` has no adapters, or ones that cannot be merged.
+        ValueError: `model` has no adapters, or adapters that cannot be merged.
         OSError: `folder` cannot be written.
     """
     raw = _with_adapters(model)
@@ -198,15 +200,15 @@ def save_merged(model: nn.Module, folder: str | Path, *, size_per_shard: float =
 
 @called_by_all_ranks("load", "adapters")
 def load_adapters(model: nn.Module, folder: str | Path) -> None:
-    """Load adapters into those of a model; every rank calls it and copies its own slices.
+    """Load adapters into a model's adapters; every rank calls it and copies its own slices.
 
     Args:
         model: The model, boosted or not, with adapters of the same shape.
         folder: A folder of `save_adapters`, or of peft's `save_pretrained`.
 
     Raises:
-        ValueError: `model` has no adapters or other ones, `folder` has none, or they are scaled in another
-            way; nothing was overwritten.
+        ValueError: `model` has no adapters or other ones, `folder` has none, or their scaling differs;
+            nothing was overwritten.
         OSError: `folder` cannot be read.
     """
     raw = _with_adapters(model)
@@ -215,7 +217,7 @@ def load_adapters(model: nn.Module, folder: str | Path) -> None:
     for name, source in folders.items():
         found = next((file for file in (source / FILE, source / _TORCH_FILE) if file.exists()), source / FILE)
         opened = open_model(found)
-        # Beside adapters of an embedding, or a resized one, peft writes the embedding itself.
+        # With adapters of an embedding, or a resized embedding, peft also writes the embedding itself.
         whole = {
             each: value for each, value in raw.state_dict(keep_vars=True).items() if each in opened.tensors
         }
@@ -224,10 +226,10 @@ def load_adapters(model: nn.Module, folder: str | Path) -> None:
 
 
 def _with_adapters(model: nn.Module) -> Any:
-    """Return a model as it was given to `boost`.
+    """Return the model that was given to `boost`.
 
     Raises:
-        ValueError: `model` has no adapters, or ones of a kind that is not written here.
+        ValueError: `model` has no adapters, or adapters of a kind that cannot be written here.
     """
     raw = raw_of(model)
     if not has_adapters(raw):
@@ -250,10 +252,10 @@ def _folder_of(adapter: str, folder: str | Path) -> Path:
 
 
 def _refuse_other_configs(configs: Mapping[str, Any], folders: Mapping[str, Path]) -> None:
-    """Refuse adapters that would compute something else with the same tensors.
+    """Refuse adapters that would compute other values with the same tensors.
 
     Raises:
-        ValueError: A folder has no adapter, or its config differs in what scales it.
+        ValueError: A folder has no adapter, or its config has another scaling.
     """
     for name, folder in folders.items():
         file = folder / _CONFIG_FILE
@@ -272,13 +274,13 @@ def _refuse_other_configs(configs: Mapping[str, Any], folders: Mapping[str, Path
 
 @called_by_all_ranks("save", "adapters")
 def save_adapters(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of a model as peft does; every rank calls it, rank 0 writes.
+    """Save the adapters of a model in peft's format; every rank calls it, rank 0 writes.
 
-    `PeftModel.from_pretrained` opens the folder, whatever plan the model was trained under.
+    `PeftModel.from_pretrained` opens the folder, for a model trained under any plan.
 
     Args:
         model: The model, boosted or not.
-        folder: Where to; adapters with a name other than "default" go to folders of their names in it.
+        folder: Target folder; adapters with a name other than "default" go to subfolders of their names.
 
     Raises:
         ValueError: `model` has no adapters.
@@ -288,23 +290,23 @@ def save_adapters(model: nn.Module, folder: str | Path) -> None:
     for name, config in raw.peft_config.items():
         target = _folder_of(name, folder)
         on_writer(partial(target.mkdir, parents=True, exist_ok=True))
-        # Only names are chosen here; slices become whole on their way to the file.
+        # Only names are chosen here; the writer gathers slices into whole tensors.
         chosen = TensorsByName(dict(adapter_tensors(raw, name)))
         save_model(chosen, target / FILE, use_safetensors=True)
         on_writer(partial(_write_config, raw, config, target))
 
 
 def adapter_tensors(raw: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of an adapter, as this rank holds them, by the names that peft has in files.
+    """Yield an adapter's tensors of this rank, by their names in peft's files.
 
-    There the adapter's own name is left out: it is whatever the one who opens it likes.
+    These leave out the adapter's own name, since it is chosen when the file is opened.
 
     Args:
         raw: The model, or a stage of it.
         adapter: The adapter.
 
     Raises:
-        ValueError: `raw` has single tokens that are trained beside the adapters.
+        ValueError: `raw` has single tokens that are trained with the adapters.
     """
     config = raw.peft_config[adapter]
     if getattr(config, "trainable_token_indices", None) is not None:
@@ -320,17 +322,17 @@ def adapter_tensors(raw: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
         if found is not None and found["kind"] in kinds.get(found["place"], ()):
             kind, rest = f".{found['kind']}", found["rest"]
             if kind == ".lora_magnitude_vector":
-                rest = ""  # of DoRA files have the name of an earlier version
+                rest = ""  # files of DoRA have the name of an earlier version
             yield found["place"] + ("" if kind == ".modules_to_save" else kind) + rest, tensor
         elif name.endswith({"none": " ", "all": ".bias", "lora_only": ".base_layer.bias"}[config.bias]):
             yield name, tensor
 
 
 def refuse_unmergeable(raw: nn.Module) -> None:
-    """Refuse adapters that cannot be merged, on all ranks where one has such; every rank calls it.
+    """Refuse adapters that cannot be merged, on all ranks if one has any; every rank calls it.
 
     Raises:
-        ValueError: `raw` has them, here or on another stage; see `merged_tensors`.
+        ValueError: `raw` has such adapters, here or on another stage; see `merged_tensors`.
     """
     own = _reason_against_merging(_adapters_of(raw), raw.state_dict(keep_vars=True))
     if reason := next(filter(None, gather_values(own)), ""):
@@ -338,10 +340,10 @@ def refuse_unmergeable(raw: nn.Module) -> None:
 
 
 class TensorsByName(nn.Module):
-    """What a checkpoint takes for a model: tensors under given names.
+    """Tensors under given names, with the part of a model's interface that a checkpoint uses.
 
     Args:
-        tensors: The tensors, as this rank holds them.
+        tensors: The tensors of this rank.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -349,16 +351,16 @@ class TensorsByName(nn.Module):
         self._tensors = dict(tensors)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return them."""
+        """Return the tensors by name."""
         return dict(self._tensors)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
-        """Yield them: what is loaded is written into these."""
+        """Yield the tensors by name; a load writes into them."""
         yield from self._tensors.items()
 
 
 def _classes(*names: tuple[str, str]) -> tuple[type, ...]:
-    """Return classes of peft; none where it has not been imported, without which nothing is an adapter."""
+    """Return classes of peft; empty if it has not been imported, as then no module is an adapter."""
     modules = ((sys.modules.get(module), name) for module, name in names)
     return tuple(getattr(module, name) for module, name in modules if module is not None)
 
@@ -372,12 +374,12 @@ def _is_adapter(module: nn.Module) -> bool:
 
 
 def _is_trained_beside(module: nn.Module) -> bool:
-    """Return whether a module is what peft puts around one that is trained beside the adapters."""
+    """Return whether a module is peft's wrapper of a module that is trained with the adapters."""
     return isinstance(module, _classes(("peft.utils.other", "AuxiliaryTrainingWrapper")))
 
 
 def _reason_against_merging(layers: Mapping[str, Any], values: Mapping[str, Any]) -> str:
-    """Return why adapters are not W + scaling B A of weights of their own; empty where they are."""
+    """Return why adapters are not W + scaling B A of weights of their own; empty if they are."""
     linear: tuple[Any, ...] = _classes(("peft.tuners.lora.layer", "Linear"))
     times = Counter(id(value) for value in values.values())
     for name, layer in layers.items():
@@ -399,11 +401,11 @@ def _reason_against_merging(layers: Mapping[str, Any], values: Mapping[str, Any]
 
 
 def _plain_name(name: str, beside: Mapping[str, str]) -> str | None:
-    """Return the name of a tensor in the model without adapters; None where it has no such tensor.
+    """Return the name of a tensor in the model without adapters; None if that has no such tensor.
 
     Args:
-        name: Its name in the model of peft.
-        beside: What is trained beside the adapters, by the beginnings of names, and the adapter's name.
+        name: Its name in the peft model.
+        beside: Modules trained with the adapters: from the prefix of their names to the adapter's name.
     """
     for begin, adapter in beside.items():
         inner = name.removeprefix(f"{begin}.")
@@ -416,7 +418,7 @@ def _plain_name(name: str, beside: Mapping[str, str]) -> str | None:
 
 
 def _active(layer: Any) -> list[str]:
-    """Return the adapters of a layer that are at work, and not in its weight already."""
+    """Return the active adapters of a layer that are not merged into its weight."""
     if layer.disable_adapters:
         return []
     return [
@@ -425,7 +427,7 @@ def _active(layer: Any) -> list[str]:
 
 
 def _merged(layer: Any, value: Tensor, kind: str) -> Tensor:
-    """Return the weight or the bias of a layer with what its adapters add to it, in memory of its own."""
+    """Return a copy of a layer's weight or bias with its adapters added."""
     total = value.detach()
     for name in _active(layer) if kind == "weight" else filter(layer.lora_bias.get, _active(layer)):
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
@@ -443,7 +445,7 @@ def _merged(layer: Any, value: Tensor, kind: str) -> Tensor:
 
 
 def _everywhere(factor: Tensor) -> Any:
-    """Return a factor that FSDP has cut as a whole one; it is thin. Any other one is itself."""
+    """Return a factor that FSDP has sharded as a replicated one (it is thin); others are not changed."""
     mesh = getattr(factor, "device_mesh", None)
     if mesh is None:
         return factor
@@ -454,14 +456,14 @@ def _everywhere(factor: Tensor) -> Any:
 
 
 def _placed_as(delta: Any, like: Any) -> Tensor:
-    """Return a change cut as FSDP has cut what it is added to."""
+    """Return an update with the placements of its DTensor weight; as it is for other weights."""
     mesh = getattr(like, "device_mesh", None)
     placed: Tensor = delta if mesh is None else delta.redistribute(mesh, like.placements)
     return placed
 
 
 def _write_config(raw: Any, config: Any, folder: Path) -> None:
-    """Write the config of an adapter, as of one that is used and not trained."""
+    """Write the config of an adapter for inference."""
     base = raw.get_base_model()
     written = copy.deepcopy(config)
     written.inference_mode = True

@@ -1,4 +1,4 @@
-"""What a Booster saves and loads: everything of a run, or model, optimizer and scheduler each by itself."""
+"""Saving and loading of a Booster: a whole run, or model, optimizer and scheduler separately."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,11 +26,11 @@ from colossalai.runtime import (
 
 
 class Saving:
-    """Abstract: the part of Booster that saves and loads.
+    """The part of Booster that saves and loads; abstract.
 
     Attributes:
         mesh: The ranks of the job.
-        plan: The methods that were built in.
+        plan: The built-in methods.
     """
 
     mesh: Mesh
@@ -53,9 +53,10 @@ class Saving:
         every: int = 1,
         buffer_size: float = 512,
     ) -> Path | None:
-        """Save everything that a run needs to go on, as `folder/step-<step>`; every rank calls it.
+        """Save everything needed to resume a run, as `folder/step-<step>`; every rank calls it.
 
-        With what is given go the loss scale and the random states. Every rank writes its own part, so all of
+        The loss scale and the random states are saved, too. Every rank writes its own part, so all of them
+        must see the folder. Call it between two steps: gradients are not saved.
         them must see the folder. Call it between two steps: gradients are not saved.
 
         Args:
@@ -65,22 +66,22 @@ class Saving:
             lr_scheduler: A scheduler of the optimizer.
             dataloader: The loader of the training data, from `plugin.prepare_dataloader`.
             step: The number of steps done.
-            epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+            epoch: Epoch of the next batch, from 0. Default: the loader's.
             extra: Plain values of your own.
             save_async: Return when everything is copied to host memory, and write in the background. An error
                 there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
-            keep_last: How many training states stay in the folder.
-            every: Save only where `step` is a multiple.
-            buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved, and beside
-                the copy in host memory that `save_async` makes.
+            keep_last: Number of training states to keep in the folder.
+            every: Save only if `step` is a multiple.
+            buffer_size: Largest buffer for writing on a rank, in MB, in addition to the saved tensors and to
+                their copy in host memory with `save_async`.
 
         Returns:
             The path of the training state; None if it was not time.
 
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
-                saved, or an accumulation window is under way, as in `no_sync`.
-            OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
+                saved, or an accumulation window is open, as in `no_sync`.
+            OSError: The training state cannot be written; on all ranks. The last `keep_last` ones remain.
         """
         return save_run(
             folder,
@@ -105,25 +106,25 @@ class Saving:
         *,
         buffer_size: float = 512,
     ) -> Resumed | None:
-        """Go on from the newest complete training state of a folder, or from the one that a path is.
+        """Resume from the newest complete training state of a folder, or from a given one.
 
-        It may have been saved under any other plan and number of ranks, and by an Engine. Every rank calls it
+        It can have been saved under any other plan and number of ranks, and by an Engine. Every rank calls it
         after `boost`.
 
         Args:
             folder: The folder, or a path that `save` returned.
-            model: The model to overwrite; likewise the others, which are left out if None.
+            model: The model to overwrite; likewise the other components, which are skipped if None.
             optimizer: Its optimizer.
             lr_scheduler: A scheduler of the optimizer.
-            dataloader: The loader of the training data: its next pass goes on where the saved one was.
-            buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
+            dataloader: The loader of the training data: its next pass continues at the saved position.
+            buffer_size: Largest buffer for loading on a rank, in MB, in addition to the loaded tensors.
 
         Returns:
-            Step, epoch and extra values as they were saved; None if there is no training state.
+            Step, epoch and extra values of the training state; None if there is none.
 
         Raises:
-            ValueError: All training states are damaged, or the newest complete one lacks a part or has other
-                names or shapes; nothing was overwritten.
+            ValueError: All training states in `folder` are damaged, or the newest complete one lacks a part
+                or has other names or shapes; nothing was overwritten.
             OSError: The training state cannot be read.
         """
         run = self._run(model, optimizer, lr_scheduler, dataloader)
@@ -174,15 +175,15 @@ class Saving:
             checkpoint: A file, or with `shard` a folder in the format of Hugging Face (index and shards).
             shard: Whether to write a folder of shards.
             gather_dtensor: Write whole tensors. False: a folder to which every rank writes its own slices,
-                which all ranks must see; `shard`, `size_per_shard` and `use_safetensors` do not count then.
-            prefix: Put before the names.
+                which all ranks must see; `shard`, `size_per_shard` and `use_safetensors` have no effect then.
+            prefix: Prefix of the names.
             size_per_shard: Largest size of a shard in MB.
             use_safetensors: Write safetensors instead of torch's format.
             variant: A word in the file names of a folder, as in model.fp16.safetensors of transformers.
-            buffer_size: The most memory, in MB, that saving takes on a rank beside the model.
+            buffer_size: Largest buffer for saving on a rank, in MB, in addition to the model.
 
         Raises:
-            OSError: The checkpoint cannot be written; nothing that was there before is lost.
+            OSError: The checkpoint cannot be written; an earlier one is not lost.
         """
         raw = _raw_model(model)
         if shard and getattr(raw, "peft_config", None):
@@ -215,19 +216,19 @@ class Saving:
         variant: str | None = None,
         allow_pickle: bool = False,
     ) -> None:
-        """Load weights into a model, boosted or not, from whatever `save_model` can write.
+        """Load weights into a model, boosted or not, from any format of `save_model`.
 
         Args:
             model: The model.
             checkpoint: A file or a folder; the format is detected.
             strict: Whether missing and unexpected names are errors; otherwise they are logged.
-            prefix: What the names in the checkpoint begin with, to be left out; found out if it is not given.
-            variant: Which weights of a folder, if it holds several: "fp16" for model.fp16.safetensors.
+            prefix: Prefix of the names in the checkpoint, to be removed. Default: it is detected.
+            variant: Variant of the weights in a folder with several: "fp16" for model.fp16.safetensors.
             allow_pickle: Run the code that a torch file may hold, if it cannot be restored without: only for
-                a file from somebody whom you trust.
+                files from a trusted source.
 
         Raises:
-            ValueError: A name or a shape in `checkpoint` is not the model's, or the file needs
+            ValueError: `checkpoint` has a name or a shape that is not the model's, or the file needs
                 `allow_pickle`; nothing has been overwritten.
         """
         checkpoint_io.load_model(
@@ -243,19 +244,19 @@ class Saving:
     def save_lora(
         self, model: nn.Module, folder: str | Path, *, merges: bool = False, size_per_shard: float = 1024
     ) -> None:
-        """Write the adapters of a model as peft does; every rank calls it, rank 0 writes.
+        """Save the adapters of a model in peft's format; every rank calls it, rank 0 writes.
 
         `PeftModel.from_pretrained` opens the folder, and so does `load_lora` under any plan.
 
         Args:
             model: A model of peft's `get_peft_model`, boosted or not.
-            folder: Where to; it is made. Adapters with a name other than "default" go to folders in it.
-            merges: Write the whole model instead, with the adapters added into its weights, which
-                `from_pretrained` of transformers opens. Ranks need memory for the weights that have adapters.
+            folder: Target folder; it is created. Adapters with a name other than "default" go to subfolders.
+            merges: Save the whole model instead, with the adapters merged into its weights, which
+                `from_pretrained` of transformers opens. Ranks need memory for the weights with adapters.
             size_per_shard: Largest size of a file of the merged weights, in MB.
 
         Raises:
-            ValueError: `model` has no adapters, or with `merges` ones that cannot be merged.
+            ValueError: `model` has no adapters, or with `merges` adapters that cannot be merged.
             OSError: `folder` cannot be written.
         """
         if merges:
@@ -264,7 +265,7 @@ class Saving:
             _lora("save_adapters")(model, folder)
 
     def load_lora(self, model: nn.Module, folder: str | Path) -> None:
-        """Load adapters into those of a model; every rank calls it.
+        """Load adapters into a model's adapters; every rank calls it.
 
         Args:
             model: A model of peft's `get_peft_model` with adapters of the same shape, boosted or not.
@@ -294,11 +295,11 @@ class Saving:
             checkpoint: A file, or with `shard` a folder of shards.
             shard: Whether to write a folder of shards.
             gather_dtensor: Write whole tensors; see `save_model`.
-            prefix: Put before the names.
+            prefix: Prefix of the names.
             size_per_shard: Largest size of a shard in MB.
 
         Raises:
-            ValueError: The optimizer has not been boosted.
+            ValueError: `optimizer` has not been boosted.
         """
         wrapped = boosted_optimizer(optimizer)
         checkpoint_io.save_optimizer(
@@ -315,8 +316,8 @@ class Saving:
         """Load the state of a boosted optimizer, saved under any plugin and number of ranks.
 
         Raises:
-            ValueError: `optimizer` has not been boosted, or a name or a shape in `checkpoint` is not the
-                optimizer's.
+            ValueError: `optimizer` has not been boosted, or `checkpoint` has a name or a shape that is not
+                the optimizer's.
         """
         wrapped = boosted_optimizer(optimizer)
         checkpoint_io.load_optimizer(wrapped, checkpoint, param_names=wrapped.param_names)
@@ -340,11 +341,11 @@ def _raw_model(model: nn.Module) -> nn.Module:
 
 
 def boosted_optimizer(optimizer: Optimizer) -> OptimizerWrapper:
-    """Return an optimizer as what `boost` returned.
+    """Return an optimizer with the type that `boost` returns.
 
     Raises:
         ValueError: `optimizer` has not been boosted.
     """
     if not isinstance(optimizer, OptimizerWrapper):
-        raise ValueError("this optimizer has not been boosted: use the one that booster.boost returned")
+        raise ValueError("this optimizer has not been boosted: use the optimizer that booster.boost returned")
     return optimizer

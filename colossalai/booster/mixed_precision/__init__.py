@@ -1,4 +1,4 @@
-"""The precisions that Booster takes."""
+"""Precisions of a Booster."""
 
 from functools import partial
 from typing import TYPE_CHECKING

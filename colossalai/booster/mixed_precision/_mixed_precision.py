@@ -1,7 +1,7 @@
-"""The precisions that Booster takes, by name or as objects with options.
+"""Precisions of a Booster, by name or as objects with options.
 
-An object is what the core has for it (see `colossalai.amp`), under the name and with the options of the
-documents: each option stands, and is checked, once.
+An object is a precision of `colossalai.amp` with the name and options of the documents; each option is
+defined and checked there only.
 """
 
 from abc import ABC, abstractmethod
@@ -24,11 +24,11 @@ from colossalai.amp import (
 
 
 class MixedPrecision(ABC):
-    """A choice of precision; a subclass of your own returns a `colossalai.amp.Precision` of your own."""
+    """A choice of precision; a user's subclass returns its own `colossalai.amp.Precision`."""
 
     @abstractmethod
     def precision(self) -> Precision:
-        """Return what the core does for this choice."""
+        """Return the precision of this choice."""
 
 
 @dataclass(frozen=True)
@@ -42,17 +42,17 @@ class FP16TorchMixedPrecision(FP16Autocast, MixedPrecision):
 
 @dataclass(frozen=True)
 class BF16MixedPrecision(MixedPrecision):
-    """Bfloat16, which needs no loss scale: autocast, or a model that is all bfloat16.
+    """Bfloat16, which needs no loss scale: autocast, or a model in bfloat16.
 
     Args:
-        master_weights: Hold the model in bfloat16, with float32 masters of the weights in the optimizer;
-            default: leave the parameters as they are and let torch cast what operations take.
+        master_weights: Hold the model in bfloat16, with float32 masters of the weights in the optimizer.
+            Default: parameters keep their dtype, and torch casts the inputs of operations.
     """
 
     master_weights: bool = False
 
     def __post_init__(self) -> None:
-        self.precision()  # it checks the option
+        self.precision()  # checks the option
 
     def precision(self) -> Precision:
         """See the base class."""
@@ -102,11 +102,11 @@ _FACTORIES: Mapping[str, Callable[[], MixedPrecision]] = {
 
 
 PRECISION_NAMES = tuple(_FACTORIES)
-"""The names that `mixed_precision_factory` knows."""
+"""The names of `mixed_precision_factory`."""
 
 
 def mixed_precision_factory(name: str) -> MixedPrecision:
-    """Return the choice of precision of a name, with its default options.
+    """Return the precision of a name, with its default options.
 
     Raises:
         ValueError: `name` is unknown.

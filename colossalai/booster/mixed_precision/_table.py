@@ -1,4 +1,4 @@
-"""Which precision goes with which plugin and mode: the table of the documents, made from what is accepted."""
+"""Table of the precisions that each plugin and mode supports, derived from the checks of the code."""
 
 from collections.abc import Mapping
 
@@ -27,11 +27,11 @@ METHODS: Mapping[str, DataMethod] = {
     **{f"sequence {attention}": Replicated() for attention in SEQUENCE_ATTENTIONS},
     "pipeline": Bucketed(),
 }
-"""The columns, and how parameters are held there; the modes are those of HybridParallelPlugin."""
+"""The columns, with their data methods; the modes are those of HybridParallelPlugin."""
 
 
 def precision_table() -> list[str]:
-    """Return the table as lines of Markdown; a number refers to the reasons below it."""
+    """Return the table as lines of Markdown; its numbers refer to the reasons after it."""
     lines = ["| | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
     reasons: list[str] = []
     for name, choice in PRECISIONS.items():

@@ -1,4 +1,4 @@
-"""Choices of parallel methods for Booster."""
+"""Plugins of a Booster: choices of parallel methods."""
 
 from functools import partial
 from typing import TYPE_CHECKING
@@ -14,4 +14,4 @@ from colossalai.booster.plugin._torch_ddp import TorchDDPPlugin as TorchDDPPlugi
 from colossalai.booster.plugin._torch_fsdp import TorchFSDPPlugin as TorchFSDPPlugin
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that do not exist yet

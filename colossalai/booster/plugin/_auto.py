@@ -1,4 +1,4 @@
-"""The plugin that carries out a plan of Colossal-Auto."""
+"""Plugin that runs a plan of Colossal-Auto."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,15 @@ if TYPE_CHECKING:
 
 
 class AutoPlugin(Plugin):
-    """Trains a model as a plan of `colossalai.auto_parallel.make_plan` or `colossalai plan` says.
+    """Trains a model by a plan of `colossalai.auto_parallel.make_plan` or `colossalai plan`.
 
     Args:
         plan: The plan, or the path of its file.
-        batch_dim: How a pipeline cuts a batch, if the plan has one; as in `HybridParallelPlugin`.
-        loss_reduction: What criteria return for a microbatch, "mean" or "sum"; as there.
+        batch_dim: Dimension of the samples for a pipeline, if the plan has one; see `HybridParallelPlugin`.
+        loss_reduction: Reduction of criteria, "mean" or "sum"; see `HybridParallelPlugin`.
 
     Raises:
-        ValueError: `plan` cannot be read, or is no plan, or an option is out of range.
+        ValueError: `plan` cannot be read, or is not a plan, or an option is out of range.
     """
 
     @names_arguments
@@ -34,17 +34,17 @@ class AutoPlugin(Plugin):
         batch_dim: BatchDim | None = None,
         loss_reduction: str | None = None,
     ) -> None:
-        from colossalai.auto_parallel import given_plan  # what makes plans is not needed by other jobs
+        from colossalai.auto_parallel import given_plan  # imports the planner, which other jobs do not need
 
         self.auto_plan: AutoPlan = given_plan(plan)
         self._of_batches: dict[str, Any] = {"batch_dim": batch_dim, "loss_reduction": loss_reduction}
-        PipelineOptions(num_microbatches=1, batch_dim=batch_dim, loss_reduction=loss_reduction)  # checked
+        PipelineOptions(num_microbatches=1, batch_dim=batch_dim, loss_reduction=loss_reduction)  # checks both
 
     def configure(self) -> None:
         """See the base class.
 
         Raises:
-            ConfigException: The plan is for another number of ranks, or the job is laid out otherwise.
+            ConfigException: The plan is for another number of ranks, or the job has another layout.
         """
         self.auto_plan.layout_over(global_context.mesh.world_size)
         super().configure()
@@ -53,7 +53,7 @@ class AutoPlugin(Plugin):
         """See the base class.
 
         Raises:
-            ValueError: Booster was given a precision, which the plan says, too.
+            ValueError: `precision` was given to Booster, and the plan has its own.
         """
         if not isinstance(precision, FullPrecision):
             raise ValueError(

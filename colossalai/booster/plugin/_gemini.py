@@ -1,4 +1,4 @@
-"""Data parallelism with parameters, gradients and optimizer states in chunks that are cut over the ranks."""
+"""Plugin of Gemini: parameters, gradients and optimizer states in chunks that are sharded over the ranks."""
 
 import os
 from collections.abc import Sequence
@@ -15,43 +15,43 @@ from colossalai.zero.gemini import GeminiOptions
 
 
 class GeminiPlugin(Plugin):
-    """ZeRO stage 3 in chunks: each rank holds a section of every chunk, which is gathered where it is used.
+    """ZeRO stage 3 in chunks: each rank holds a section of every chunk, which is gathered for its use.
 
-    Any model, as it is: tied, reused, frozen and unused weights, both kinds of activation checkpointing.
-    Outside of a forward or a backward, parameters are read and written inside `with model.gathered():`.
+    Models need no changes: tied, reused, frozen and unused weights and both kinds of activation checkpointing
+    work. Outside of a forward or a backward, read and write parameters inside `with model.gathered():`.
 
     Args:
-        device: Where the model computes; the device of this rank is taken, whatever is given.
-        placement_policy: Where sections and optimizer states lie: "cuda" on the compute device, "cpu" on the
-            host but for what computes, "const" within `memory_budget` on the device, "auto" by what the first
-            iteration has shown, "nvme" as that, plus disk.
+        device: Accepted for compatibility: the model is on the device of this rank.
+        placement_policy: Placement of sections and optimizer states: "cuda" on the compute device, "cpu" on
+            the host except during computation, "const" within `memory_budget` on the device, "auto" by the
+            memory use of the first iteration, "nvme" like "auto", with disk as a third tier.
         precision: "fp16" and "bf16": all in that precision, with float32 masters; "fp32": as the model is.
         pin_memory: Pin sections in host memory; no effect without an accelerator.
-        force_outputs_fp32: What the model returns is float32 in any case.
+        force_outputs_fp32: Accepted for compatibility: the model's output is always float32.
         strict_ddp_mode: Refuse parameters that tensor parallelism has cut.
-        search_range_mb: How far above `min_chunk_size_mb` sizes of chunks are tried, in MB of 2**20 elements.
-        hidden_dim: The step between sizes, in elements; default 1024.
-        min_chunk_size_mb: The least size of a chunk, in MB of 2**20 elements; a smaller model has one chunk.
-        memstats: Not taken: the first iteration is recorded.
-        gpu_margin_mem_ratio: The part of the free device memory that optimizer states take; no effect without
-            an accelerator, where states have all that is free.
-        initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
-        min_scale: The scale does not shrink below it.
+        search_range_mb: Range of chunk sizes to try above `min_chunk_size_mb`, in MB of 2**20 elements.
+        hidden_dim: Step between chunk sizes, in elements. Default: 1024.
+        min_chunk_size_mb: Smallest chunk size, in MB of 2**20 elements; a smaller model has one chunk.
+        memstats: Not accepted: the first iteration is recorded.
+        gpu_margin_mem_ratio: Fraction of the free device memory for optimizer states; no effect without
+            an accelerator, where states use all free memory.
+        initial_scale: First loss scale of "fp16", like the options up to `max_scale`.
+        min_scale: Lower bound of the scale.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
         backoff_factor: Factor of the scale after overflows.
         growth_interval: Number of steps without overflow before the scale grows.
         hysteresis: Number of overflows since the last growth before the scale shrinks.
-        max_scale: The scale does not grow above it.
-        max_norm: Bound of the gradient norm over all ranks, to which `optimizer.step()` clips; 0 for none.
+        max_scale: Upper bound of the scale.
+        max_norm: Bound of the gradient norm over all ranks in `optimizer.step()`; 0 for no clipping.
         norm_type: The p of that norm.
         verbose: Log every change of the loss scale.
-        memory_budget: Bytes that a rank may take on the compute device; None: what is free; on a CPU no
-            bound.
-        host_budget: Bytes that model data may take in host memory; None: no bound.
-        warmup_ratio: The part of `memory_budget` that model data has in the first iteration.
-        offload_dir: A folder for what lies on disk.
+        memory_budget: Number of bytes on the compute device of a rank; None: the free memory; no bound on a
+            CPU.
+        host_budget: Number of bytes of model data in host memory; None: no bound.
+        warmup_ratio: Fraction of `memory_budget` for model data in the first iteration.
+        offload_dir: Folder for data on disk.
         whole_modules: Names of modules as in `model.named_modules()`, or classes, that all ranks gather at
-            their entry: ranks may differ in what they run inside, such as experts chosen by data. All enter
+            their entry: ranks can run different parts inside, such as experts chosen by data. All enter
             them equally often; not in a pipeline.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
 
@@ -126,7 +126,7 @@ class GeminiPlugin(Plugin):
         """See the base class.
 
         Raises:
-            ValueError: Booster was given a precision, too.
+            ValueError: `precision` was given to Booster, and the plugin has its own.
         """
         if not isinstance(precision, FullPrecision):
             raise ValueError(

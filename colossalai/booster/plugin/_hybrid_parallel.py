@@ -1,4 +1,4 @@
-"""Data, tensor and pipeline parallelism in one plugin."""
+"""Plugin of data, tensor, sequence, expert and pipeline parallelism."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ _NAMES = LayoutNames(
 
 @dataclass(frozen=True, kw_only=True)
 class HybridOptions:
-    """The choices of `HybridParallelPlugin`, checked together."""
+    """The options of `HybridParallelPlugin`, checked together."""
 
     tp_size: int
     tp_mode: str
@@ -50,7 +50,7 @@ class HybridOptions:
     def __post_init__(self) -> None:
         if self.zero_stage not in (0, 1, 2, 3):
             raise ValueError(f"zero_stage is {self.zero_stage!r}; it must be 0, 1, 2 or 3")
-        methods = ["pipeline"] if self.layout.pipeline > 1 else []  # refuses sizes that are not numbers
+        methods = ["pipeline"] if self.layout.pipeline > 1 else []  # raises if sizes are not numbers
         refuse_pairs([*methods, *([f"ZeRO {self.zero_stage}"] if self.zero_stage else [])])
         if self.sequence_attention is not None and self.sp_size == 1:
             raise ValueError(
@@ -78,7 +78,7 @@ class HybridOptions:
 
     @property
     def layout(self) -> Layout:
-        """The extents of the mesh, but for the data-parallel size, which is what is left of the ranks."""
+        """The extents of the mesh without the data-parallel size, which follows from the number of ranks."""
         tensor = {"size": self.tp_size, "mode": self.tp_mode if self.tp_size != 1 else None}
         if self.tp_mode == "2.5d" or self.tp_depth != 1:
             tensor["depth"] = self.tp_depth
@@ -91,7 +91,7 @@ class HybridOptions:
         return read_layout(parallel, _NAMES)
 
     def pipeline_options(self) -> PipelineOptions | None:
-        """Return how the pipeline is run, None without one."""
+        """Return the options of the pipeline, or None."""
         if self.num_microbatches is None:
             return None
         return PipelineOptions(
@@ -105,24 +105,24 @@ class HybridOptions:
 
 
 class HybridParallelPlugin(Plugin):
-    """Cuts a model by layers (pipeline), by tensors, and the batch over what is left of the ranks.
+    """Cuts a model by layers (pipeline) and by tensors, and the batch over the remaining ranks.
 
     The mesh is laid out when the plugin is given to a Booster, or by `plugin.configure()`. Do one of them
-    before the model is built: layers of `colossalai.nn` follow the tensor mode that is in force then. Models
+    before the model is built: layers of `colossalai.nn` use the tensor mode in force then. Models
     of transformers that have a `tp_plan`, or rules in `colossalai.shardformer`, are cut by `Booster.boost`
     (tp_mode "1d"). With a pipeline any model with a stack of blocks is cut by `Booster.boost`; a stage that
-    `colossalai.builder` or `colossalai.pipeline` made is taken as it is.
+    `colossalai.builder` or `colossalai.pipeline` made is not cut again.
 
     Args:
         tp_size: Number of ranks that share a layer.
-        tp_mode: How: "1d", "2d", "2.5d", "3d".
+        tp_mode: Tensor mode: "1d", "2d", "2.5d", "3d".
         tp_depth: Depth of mode "2.5d".
-        sp_size: Number of ranks that share a sequence, beside any `tp_mode`.
-        sequence_attention: How they attend to it: "ring" (default) or "ulysses", which takes a multiple of
-            `sp_size` heads on each tensor-parallel rank.
+        sp_size: Number of ranks that share a sequence, with any `tp_mode`.
+        sequence_attention: Attention over cut sequences: "ring" (default) or "ulysses", which needs a
+            multiple of `sp_size` heads on each tensor-parallel rank.
         pp_size: Number of pipeline ranks.
-        ep_size: Number of data-parallel ranks that share the experts of a model, of which each has its part:
-            those of models of transformers (Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and others) and of
+        ep_size: Number of data-parallel ranks that share the experts of a model, with a part on each:
+            experts of models of transformers (Mixtral, Qwen3-MoE, DeepSeek-V3, gpt-oss and others) and of
             `colossalai.nn.layer.moe`. It divides the data-parallel size.
         zero_stage: 0; 1 shards the optimizer's states over the data-parallel ranks, 2 (without a pipeline)
             their gradients, too, and 3 (the same) the parameters.
@@ -132,16 +132,16 @@ class HybridParallelPlugin(Plugin):
         num_model_chunks: Number of stages on a rank, for "interleaved".
         partition: "balanced" cuts blocks by their parameters, "uniform" by their number.
         batch_dim: The dimension of the samples in all tensors of a batch and in the output; or a mapping from
-            names of inputs to it, such as `{"class_weights": None}` for what every microbatch gets whole. See
-            `colossalai.pipeline.PipelineOptions`. Default: dim 0 of every tensor.
-        loss_reduction: "mean" or "sum", what criteria return for the samples they are given. Default: as the
-            criterion's `reduction` says, else the mean.
+            names of inputs to it, such as `{"class_weights": None}` for an input that every microbatch gets
+            whole. See `colossalai.pipeline.PipelineOptions`. Default: dim 0 of every tensor.
+        loss_reduction: Reduction of the criterion: the "mean" or the "sum" over the samples. Default: the
+            criterion's attribute `reduction`, else the mean.
         precision: "fp16", "bf16", "fp16_naive", "fp32", "auto" or an object with options; as Booster's
             `mixed_precision`.
-        max_norm: Bound of the gradient norm over all ranks; 0 for none. `optimizer.step()` clips.
+        max_norm: Bound of the gradient norm over all ranks in `optimizer.step()`; 0 for no clipping.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
-        sequence_parallel: An older word: let the `tp_size` ranks share the sequence and not the layers, which
-            is `sp_size` in the place of `tp_size`.
+        sequence_parallel: Older spelling: the `tp_size` ranks share the sequence and not the layers, which
+            is `sp_size` instead of `tp_size`.
 
     Raises:
         ValueError: An option is unknown or out of range, lacks another one that it needs, or contradicts
@@ -207,13 +207,13 @@ class HybridParallelPlugin(Plugin):
             max_norm=max_norm,
             recompute=recompute,
         )
-        self.plan(FullPrecision())  # its mistakes, too, are told here
+        self.plan(FullPrecision())  # so that its errors are raised here
 
     def plan(self, precision: Precision) -> Plan:
         """See the base class.
 
         Raises:
-            ValueError: Both the plugin and Booster were given a precision.
+            ValueError: `precision` was given both to the plugin and to Booster.
         """
         options = self.options
         if options.precision is not None:

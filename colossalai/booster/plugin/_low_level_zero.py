@@ -1,4 +1,4 @@
-"""Data parallelism with the optimizer's states, and the gradients, cut over the ranks."""
+"""Plugin of ZeRO 1 and 2: optimizer states, and gradients, sharded over the data-parallel ranks."""
 
 from collections.abc import Sequence
 from inspect import signature
@@ -16,9 +16,9 @@ from colossalai.zero import ZeroReplicas
 
 
 class LowLevelZeroPlugin(Plugin):
-    """ZeRO: stage 1 cuts optimizer states (float32 masters included) over the ranks, stage 2 also gradients.
+    """ZeRO: stage 1 shards optimizer states (with float32 masters) over the ranks, stage 2 also gradients.
 
-    Optimizers that treat each element alone work on slices, others get whole tensors; see
+    Elementwise optimizers work on slices, others get whole tensors; see
     `colossalai.zero.declare_elementwise`.
 
     Args:
@@ -26,25 +26,25 @@ class LowLevelZeroPlugin(Plugin):
         precision: "bf16" and "fp16": all in that precision, with float32 masters of the weights in the
             optimizer. "fp32": as the model is. "auto" (default): "bf16" on devices that are fast at it, else
             "fp32"; decided by rank 0 at `boost`, and logged. Or a `MixedPrecision` object.
-        initial_scale: First loss scale of "fp16"; so are all up to `max_scale`.
-        min_scale: The scale does not shrink below it.
+        initial_scale: First loss scale of "fp16", like the options up to `max_scale`.
+        min_scale: Lower bound of the scale.
         growth_factor: Factor of the scale after `growth_interval` steps without overflow.
         backoff_factor: Factor of the scale after overflows.
         growth_interval: Number of steps without overflow before the scale grows.
         hysteresis: Number of overflows since the last growth before the scale shrinks.
-        max_scale: The scale does not grow above it.
-        max_norm: Bound of the gradient norm over all ranks, to which `optimizer.step()` clips; 0 for none.
+        max_scale: Upper bound of the scale.
+        max_norm: Bound of the gradient norm over all ranks in `optimizer.step()`; 0 for no clipping.
         norm_type: The p of that norm.
         reduce_bucket_size_in_m: Size of a bucket of gradients in MB (1024 * 1024 bytes).
-        communication_dtype: The dtype in which gradients are sent; None: their own.
+        communication_dtype: Dtype of gradients in collectives; None: their own.
         overlap_communication: Average gradients while the backward runs; False: at its end.
         cpu_offload: Keep optimizer states and masters in host memory.
         verbose: Log every change of the loss scale.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
 
     Raises:
-        ValueError: `stage` is not 1 or 2, `precision` is unknown, a number is out of range, or a flag is no
-            bool.
+        ValueError: `stage` is not 1 or 2, `precision` is unknown, a number is out of range, or a flag is not
+            a bool.
     """
 
     @names_arguments
@@ -112,7 +112,7 @@ class LowLevelZeroPlugin(Plugin):
         """See the base class.
 
         Raises:
-            ValueError: Booster was given a precision, too.
+            ValueError: `precision` was given to Booster, and the plugin has its own.
         """
         if not isinstance(precision, FullPrecision):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""The interface of plugins: a plugin says which methods to use, and prepares the data for them."""
+"""Interface of plugins: a plugin returns a plan of methods, and makes their dataloaders."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ from colossalai.runtime import DataParallelLoader, Plan, make_dataloader
 
 
 class Plugin(ABC):
-    """A choice of parallel methods with their options. Making one changes nothing; see `configure`."""
+    """A choice of parallel methods with their options. Making one has no effect; see `configure`."""
 
     @abstractmethod
     def plan(self, precision: Precision) -> Plan:
-        """Return the plan that this choice stands for.
+        """Return the plan of this choice.
 
         Args:
-            precision: The precision that Booster was given.
+            precision: The precision given to Booster.
         """
 
     def configure(self) -> None:
-        """Lay the mesh of the launched job out as the plan says; `Booster(plugin=...)` does it, too.
+        """Lay out the mesh of the launched job for the plan; `Booster(plugin=...)` calls it, too.
 
-        Call it yourself where layers that follow the mesh are built before the Booster. A second call changes
-        nothing, and neither does a plan without a layout: the job stays as it was launched.
+        Call it yourself if layers that depend on the mesh are built before the Booster. A second call has no
+        effect, nor has a plan without a layout: the layout of the launch is kept.
 
         Raises:
             RuntimeError: The job has not been launched.
-            ConfigException: The sizes do not fit the number of processes, or the job has others already.
+            ConfigException: The sizes do not fit the number of processes, or the job has other sizes already.
         """
         layout = self.plan(FullPrecision()).layout
         if layout is not None:
@@ -57,22 +57,22 @@ class Plugin(ABC):
         Args:
             dataset: Any torch dataset, streams (`IterableDataset`) too.
             batch_size: Samples in a batch of one data-parallel rank; None: each sample is a batch.
-            shuffle: Whether each epoch has its own order.
+            shuffle: Whether to shuffle the samples anew for each epoch.
             seed: Seed of the orders; the same on every rank.
-            drop_last: Leave out what does not fill a batch, or a sample for every rank.
+            drop_last: Drop samples that do not fill a batch, or do not give a sample to every rank.
             pin_memory: Copy batches into pinned memory; no effect without an accelerator.
             num_workers: Number of loading processes.
             kwargs: Further arguments of `torch.utils.data.DataLoader`; `add_sampler=False` for a stream that
                 divides itself.
 
         Raises:
-            ValueError: The mesh, which says who reads what, has not been laid out yet.
+            ValueError: The mesh, which determines the samples of each rank, has not been laid out yet.
         """
         mesh, layout = global_context.mesh, self.plan(FullPrecision()).layout
         if layout is not None and layout.over(mesh.world_size) != global_context.layout:
             raise ValueError(
-                f"{type(self).__name__} has not laid the mesh out yet, which says who reads which "
-                "samples: make Booster(plugin=...) before, or call plugin.configure()"
+                f"{type(self).__name__} has not laid the mesh out yet, which determines the samples of "
+                "each rank: make Booster(plugin=...) before, or call plugin.configure()"
             )
         loader = make_dataloader(
             dataset,
@@ -92,13 +92,13 @@ class Plugin(ABC):
         return loader
 
     def last_dataloader(self) -> DataParallelLoader | None:
-        """Return the prepared loader that has handed out a batch last, None if none has."""
+        """Return the prepared loader that returned a batch last, or None."""
         started = (loader for loader in self._loaders if loader.handed_out_ns)
         return max(started, key=lambda loader: loader.handed_out_ns, default=None)
 
     @cached_property
     def _loaders(self) -> WeakSet[DataParallelLoader]:
-        return WeakSet()  # not in __init__, which plugins of the user's own need not call
+        return WeakSet()  # not in __init__, which users' plugins need not call
 
 
 class DataMethodPlugin(Plugin):

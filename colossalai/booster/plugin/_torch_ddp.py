@@ -1,4 +1,4 @@
-"""Data parallelism with a whole model on every rank."""
+"""Plugin of torch's `DistributedDataParallel`: a whole model on every rank."""
 
 from collections.abc import Sequence
 
@@ -11,14 +11,14 @@ class TorchDDPPlugin(DataMethodPlugin):
     """Averages gradients with torch's `DistributedDataParallel`.
 
     Args:
-        broadcast_buffers: Give all ranks the buffers of the first one before every forward.
+        broadcast_buffers: Broadcast the buffers of the first rank before every forward.
         bucket_cap_mb: Size of a bucket of gradients in MB; None: torch's default.
-        find_unused_parameters: Look for parameters that the loss does not depend on.
+        find_unused_parameters: Search for parameters that the loss does not depend on.
         check_reduction: Check that every gradient was reduced.
-        gradient_as_bucket_view: Let gradients be views of the buckets, which saves a copy of them.
+        gradient_as_bucket_view: Make gradients views of the buckets, which saves a copy of them.
         static_graph: Promise that every iteration uses the same parameters. On three or more ranks the
-            first two steps after the start, or after a load, then add gradients up in another order than the
-            later ones: a run that goes on from a checkpoint has other last bits.
+            first two steps after the start, or after a load, then add gradients in another order than the
+            later ones: a run that resumes from a checkpoint differs in its last bits.
         recompute: Checkpoint activations: True for the model's blocks, names of sub-modules, or one name.
     """
 

@@ -1,4 +1,4 @@
-"""Data parallelism with one model shared by all ranks."""
+"""Plugin of torch's FSDP2: one model sharded over all ranks."""
 
 from collections.abc import Sequence
 
@@ -13,8 +13,8 @@ class TorchFSDPPlugin(DataMethodPlugin):
     """Shards parameters, gradients and optimizer states with torch's FSDP2 (`fully_shard`).
 
     The members of the model's block stacks are sharded one by one, so that one block at a time is whole.
-    Optimizers with several parameter groups work; boost an optimizer before its first step. What cannot be
-    sharded (docs/features/zero.md) is refused by `Booster.boost`. All ranks must run the same blocks in the
+    Optimizers with several parameter groups work; boost an optimizer before its first step. `Booster.boost`
+    refuses models that cannot be sharded (docs/features/zero.md). All ranks must run the same blocks in the
     same order: control flow that differs by rank trains wrongly, a limit of torch's FSDP.
 
     Args:
