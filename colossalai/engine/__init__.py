@@ -1,4 +1,4 @@
-"""The door for configs: Engine, schedules and gradient handlers."""
+"""Engine: training with a config, with its schedules and gradient handlers."""
 
 from typing import Any
 

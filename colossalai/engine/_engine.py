@@ -1,4 +1,4 @@
-"""The Engine: one object for a model, its optimizer and its criterion, with a config's features built in."""
+"""Engine: a model, its optimizer and its criterion in one object, with the features of a config."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,20 +24,20 @@ from colossalai.runtime import (
 
 
 class Engine:
-    """What `colossalai.initialize` returns; it is used as model, optimizer and criterion are used in PyTorch.
+    """The object from `colossalai.initialize`, used like a model, an optimizer and a criterion of PyTorch.
 
     Args:
         training_step: The assembled model and optimizer with accumulation and clipping.
-        criterion: The loss function; it returns the mean over what it is given, or a pair (sum, count).
-        schedule: How `execute_schedule` runs a batch.
+        criterion: The loss function; it returns the mean over its batch, or a pair (sum, count).
+        schedule: The schedule of `execute_schedule`.
         mesh: The ranks.
         device: The device of this rank.
-        observers: The ranks whose losses and outputs together are those of the whole batch, each part seen
-            equally often; default: those along `dp` and, where there is a pipeline, its ranks.
-        gradient_handlers: What makes gradients equal over the ranks, if not DDP.
-        lr_scheduler: The scheduler that `save` and `load` take along.
-        train_dataloader: The loader whose position they take along, if it knows that.
-        settings: How the run is set up, for people who read a training state.
+        observers: The ranks that together have the losses and outputs of the whole batch, each part equally
+            often. Default: the ranks along `dp` and, with a pipeline, its ranks.
+        gradient_handlers: Handlers that synchronize gradients over the ranks, if DDP does not.
+        lr_scheduler: The scheduler of `save` and `load`.
+        train_dataloader: The loader whose position is saved and loaded, if it has one.
+        settings: Settings of the run, written into a training state for its readers.
     """
 
     def __init__(
@@ -67,12 +67,12 @@ class Engine:
 
     @property
     def model(self) -> ModelWrapper:
-        """The model; `engine.model.unwrap()` is the one that was given."""
+        """The model; `engine.model.unwrap()` is the given one."""
         return self.training_step.model
 
     @property
     def optimizer(self) -> OptimizerWrapper:
-        """The optimizer; `engine.optimizer.unwrap()` is the one that was given."""
+        """The optimizer; `engine.optimizer.unwrap()` is the given one."""
         return self.training_step.optimizer
 
     @property
@@ -88,22 +88,22 @@ class Engine:
 
     @property
     def accumulation_steps(self) -> int:
-        """Number of microbatches that make one optimizer step."""
+        """Number of microbatches in one optimizer step."""
         return self.training_step.accumulation_steps
 
     @property
     def loss_weight(self) -> torch.Tensor | None:
-        """The weight of the loss of the last batch, what it is the mean over; None if nobody has said."""
+        """Weight of the loss of the last batch: number of labels of its mean; None if it was not given."""
         return self.training_step.loss_weight
 
     @property
     def num_samples(self) -> int | None:
-        """The number of samples of the last batch, None if it did not run through a pipeline."""
+        """Number of samples of the last batch, None if it did not run through a pipeline."""
         return self.training_step.num_samples
 
     @property
     def sees_output(self) -> bool:
-        """Whether this rank gets output and label: in a pipeline, the one that holds the last stage."""
+        """Whether this rank gets output and label: in a pipeline, the rank of the last stage."""
         return self.model.pipeline is None or self.model.pipeline.holds_last_stage
 
     @property
@@ -116,17 +116,17 @@ class Engine:
         return self.training_step.forward(*args, **kwargs)
 
     def backward(self, loss: GivenLoss, weight: Weight | None = None) -> None:
-        """Run the backward of a microbatch's loss; the division for accumulation happens here.
+        """Run the backward of a microbatch's loss; it is divided here for accumulation.
 
         Args:
             loss: The mean over the microbatch, or a pair (sum, count).
-            weight: What the mean is over, say the number of labels. With it, or with pairs, a step is that of
-                the mean over all labels, however they are spread over ranks and microbatches; without it,
-                of the mean of the means. After the step `optimizer.mean_loss` is that mean.
+            weight: Number of labels (or samples) of the mean. With it, or with pairs, a step is that of the
+                mean over all labels, for any distribution over ranks and microbatches; without it, of the
+                mean of the means. After the step `optimizer.mean_loss` is that mean.
 
         Raises:
-            ValueError: `loss` is not what a criterion returns, `weight` is negative or not one number, or
-                only some of the losses of a window have one.
+            ValueError: `loss` is not a valid loss, `weight` is negative or not one number, or only some of
+                the losses of a window have a weight.
         """
         self.training_step.backward(loss, weight)
 
@@ -138,13 +138,13 @@ class Engine:
             gradients.
 
         Raises:
-            ValueError: With accumulation, no backward or `zero_grad` came since the step before. Without,
-                the gradients that are still there are applied again, as in torch, and a line is logged.
+            ValueError: With accumulation, there was no backward or `zero_grad` since the last step. Without,
+                the remaining gradients are applied again, as in torch, and a line is logged.
         """
         return self.training_step.step()
 
     def zero_grad(self) -> None:
-        """Forget the gradients; within an accumulation window they are kept."""
+        """Clear the gradients; within an accumulation window they are kept."""
         self.training_step.zero_grad()
 
     def train(self) -> None:
@@ -166,14 +166,14 @@ class Engine:
 
         Args:
             data_iter: Iterator of batches.
-            forward_only: Leave out the backward.
+            forward_only: Skip the backward.
             return_loss: Compute and return the loss; needed for a backward.
             return_output_label: Return the output and the label; False frees them.
 
         Returns:
             Output, label and the mean loss of the batch (detached, not divided for accumulation); None for
-            what was not asked for. `loss_weight` says what the mean is over, where the criterion returns a
-            pair.
+            parts that were not requested. `loss_weight` is the number of labels of the mean, if the criterion
+            returns a pair.
 
         Raises:
             StopIteration: `data_iter` has no more batches.
@@ -198,7 +198,7 @@ class Engine:
         every: int = 1,
         buffer_size: float = 512,
     ) -> Path | None:
-        """Save everything that the run needs to go on, as `folder/step-<step>`; every rank calls it.
+        """Save everything needed to resume the run, as `folder/step-<step>`; every rank calls it.
 
         That is model, optimizer, scheduler, loss scale, random states and the position in the data. Every
         rank writes its own part, so all of them must see the folder.
@@ -206,25 +206,25 @@ class Engine:
         Args:
             folder: The folder of the run's training states.
             step: The number of steps done.
-            epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+            epoch: Epoch of the next batch, from 0. Default: the loader's.
             extra: Plain values of your own.
-            lr_scheduler: The scheduler; default: the one that went through `initialize`.
-            dataloader: The loader of the training data; default: the one that `initialize` returned, if it
-                knows its position.
+            lr_scheduler: The scheduler. Default: the scheduler given to `initialize`.
+            dataloader: The loader of the training data. Default: the loader from `initialize`, if it has a
+                position.
             save_async: Return when everything is copied to host memory, and write in the background. An error
                 there is raised by the next step, or save, or `gpc.destroy()`, on every rank.
-            keep_last: How many training states stay in the folder.
-            every: Save only where `step` is a multiple.
-            buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved, and beside
-                the copy in host memory that `save_async` makes.
+            keep_last: Number of training states to keep in the folder.
+            every: Save only if `step` is a multiple.
+            buffer_size: Largest buffer for writing on a rank, in MB, in addition to the saved tensors and to
+                their copy in host memory with `save_async`.
 
         Returns:
             The path of the training state; None if it was not time.
 
         Raises:
             ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be
-                saved, or an accumulation window is under way.
-            OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
+                saved, or an accumulation window is open.
+            OSError: The training state cannot be written; on all ranks. The last `keep_last` ones remain.
         """
         run = self._run(lr_scheduler, dataloader)
         return save_run(
@@ -248,22 +248,22 @@ class Engine:
         dataloader: Stateful | None = None,
         buffer_size: float = 512,
     ) -> Resumed | None:
-        """Go on from the newest complete training state of a folder, or from the one that a path is.
+        """Resume from the newest complete training state of a folder, or from a given one.
 
-        It may have been saved under any other plan and number of ranks, and by a Booster.
+        It can have been saved under any other plan and number of ranks, and by a Booster.
 
         Args:
             folder: The folder, or a path that `save` returned.
             lr_scheduler: See `save`.
             dataloader: See `save`.
-            buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
+            buffer_size: Largest buffer for loading on a rank, in MB, in addition to the loaded tensors.
 
         Returns:
-            Step, epoch and extra values as they were saved; None if there is no training state.
+            Step, epoch and extra values of the training state; None if there is none.
 
         Raises:
-            ValueError: All training states are damaged, or the newest complete one lacks a part or has other
-                names or shapes; nothing was overwritten.
+            ValueError: All training states in `folder` are damaged, or the newest complete one lacks a part
+                or has other names or shapes; nothing was overwritten.
             OSError: The training state cannot be read.
         """
         resumed = resume_run(folder, self._run(lr_scheduler, dataloader), buffer_size=buffer_size)

@@ -1,4 +1,4 @@
-"""How a batch goes through forward and backward."""
+"""Schedules: forward and backward of a batch, with and without a pipeline."""
 
 from colossalai.engine.schedule._base import BaseSchedule as BaseSchedule
 from colossalai.engine.schedule._non_pipeline import NonPipelineSchedule as NonPipelineSchedule

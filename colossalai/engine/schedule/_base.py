@@ -1,4 +1,4 @@
-"""The interface of schedules, and how a batch becomes data and label."""
+"""Interface of schedules, and the split of a batch into data and label."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -18,8 +18,8 @@ class BaseSchedule(ABC):
     """Runs forward and backward of a batch.
 
     Args:
-        data_process_func: From a batch to (data, label); default: a pair is taken as (data, label), anything
-            else as data without a label.
+        data_process_func: Function from a batch to (data, label). Default: a pair is (data, label), any other
+            batch is data without a label.
     """
 
     def __init__(self, data_process_func: DataProcess | None = None) -> None:
@@ -34,7 +34,7 @@ class BaseSchedule(ABC):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, torch.Tensor | None]:
-        """Run the next batch; return output, label and loss, None for what is not asked for."""
+        """Run the next batch; return output, label and loss, None for parts that were not requested."""
 
     def forward_backward_step(
         self,
@@ -44,7 +44,7 @@ class BaseSchedule(ABC):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, torch.Tensor | None]:
-        """Do as `forward_back_step`; another name of it. Override that one."""
+        """Call `forward_back_step`, of which this is another name; override that method."""
         return self.forward_back_step(engine, data_iter, forward_only, return_loss, return_output_label)
 
     def load_batch(self, data_iter: Iterator[Any], device: torch.device) -> tuple[Any, Any]:

@@ -1,4 +1,4 @@
-"""The schedule without a pipeline: the whole batch forward, then backward."""
+"""Schedule without a pipeline: the whole batch forward, then backward."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ class NonPipelineSchedule(BaseSchedule):
         """See the base class.
 
         Raises:
-            ValueError: A backward is asked for without a loss.
+            ValueError: `return_loss` is False, and the backward needs a loss.
             StopIteration: `data_iter` has no more batches.
         """
         if not forward_only and not return_loss:

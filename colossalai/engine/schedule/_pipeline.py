@@ -1,4 +1,4 @@
-"""Schedules of a pipeline as objects: they say how a batch is run, and the engine's pipeline runs it."""
+"""Pipeline schedules: options of a run through the engine's pipeline."""
 
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -18,23 +18,23 @@ class PipelineSchedule(BaseSchedule):
     """Runs a batch in microbatches through the stages; 1F1B (one forward, one backward) by default.
 
     Every stage reads the same batches. The first one takes the data as a model without a pipeline does; each
-    later one takes what the stage before returned, and of data that is a dict the entries that its `forward`
+    later one takes the output of the stage before and, if the data is a dict, the entries that its `forward`
     has arguments for.
 
     Args:
-        num_microbatches: Number of microbatches of a batch; the last one may be smaller, and a batch of fewer
-            samples has as many as samples.
-        data_process_func: From a batch to (data, label); see `BaseSchedule`.
-        tensor_shape: Shape of what every stage but the last returns for a microbatch; None: it is exchanged.
-        scatter_gather_tensors: Where activations are the same on all tensor-parallel ranks (1d), each sends
-            only its part, and the receivers gather it.
+        num_microbatches: Number of microbatches of a batch; the last one can be smaller, and a batch of fewer
+            samples has as many microbatches as samples.
+        data_process_func: Function from a batch to (data, label); see `BaseSchedule`.
+        tensor_shape: Shape of the output of every stage but the last for a microbatch; None: it is exchanged.
+        scatter_gather_tensors: Send only the rank's part of an activation that is the same on all
+            tensor-parallel ranks (1d); the receivers gather it.
         schedule: "1f1b", "gpipe", "zb-h1", or "zb-v" for two chunks on a rank; the path of a CSV file of
             actions; or a `colossalai.pipeline.Schedule`.
         batch_dim: The dimension of the samples in all tensors of a batch and in the output; or a mapping from
-            names of inputs to it, such as `{"class_weights": None}` for what every microbatch gets whole. See
-            `colossalai.pipeline.PipelineOptions`.
-        loss_reduction: "mean" or "sum", what the criterion returns for the samples it is given; None: as its
-            `reduction` says, else the mean.
+            names of inputs to it, such as `{"class_weights": None}` for an input that every microbatch gets
+            whole. See `colossalai.pipeline.PipelineOptions`.
+        loss_reduction: Reduction of the criterion: the "mean" or the "sum" over the samples; None: its
+            attribute `reduction`, else the mean.
 
     Raises:
         ValueError: `num_microbatches` is below 1, or another option is unknown or out of range.
@@ -64,7 +64,7 @@ class PipelineSchedule(BaseSchedule):
 
     @classmethod
     def from_options(cls, options: PipelineOptions) -> "PipelineSchedule":
-        """Return the schedule object of options that were read from a config."""
+        """Return the schedule object of options from a config."""
         made = cls(options.num_microbatches)
         made.options = options
         return made
@@ -77,12 +77,12 @@ class PipelineSchedule(BaseSchedule):
         return_loss: bool = True,
         return_output_label: bool = True,
     ) -> tuple[Any, Any, torch.Tensor | None]:
-        """See the base class; output and label are those of the rank of the last stage, None on the others.
+        """See the base class; output and label are on the rank of the last stage, None on the others.
 
         The loss is the mean over the batch, on every rank.
 
         Raises:
-            ValueError: The job has no pipeline, or a loss is needed and there is no criterion.
+            ValueError: `engine` has no pipeline, or a loss is needed and there is no criterion.
             StopIteration: `data_iter` has no more batches.
         """
         data, label = self.load_batch(data_iter, engine.device)
@@ -105,8 +105,8 @@ class InterleavedPipelineSchedule(PipelineSchedule):
     Args:
         num_microbatches: Number of microbatches of a batch.
         num_model_chunks: Number of chunks on a rank, at least 2.
-        data_process_func: From a batch to (data, label); see `BaseSchedule`.
-        tensor_shape: Shape of what every stage but the last returns for a microbatch; None: it is exchanged.
+        data_process_func: Function from a batch to (data, label); see `BaseSchedule`.
+        tensor_shape: Shape of the output of every stage but the last for a microbatch; None: it is exchanged.
         scatter_gather_tensors: See `PipelineSchedule`.
         batch_dim: See `PipelineSchedule`.
         loss_reduction: See `PipelineSchedule`.
