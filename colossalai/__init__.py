@@ -1,9 +1,9 @@
-"""Colossal-AI: say which parallel methods to use, keep the training loop.
+"""Colossal-AI: parallel training with an unchanged training loop.
 
-`launch` (or `launch_from_torch`, `_slurm`, `_openmpi`) makes the job; then one of two doors on the same core:
-`initialize` with a config gives an Engine, `Booster` with a plugin gives back the components it was given.
+`launch` (or `launch_from_torch`, `_slurm`, `_openmpi`) starts the job; then `initialize` with a config
+returns an Engine, or `Booster` with a plugin returns the given components with its methods.
 
-Names are imported when they are first asked for, so that `colossalai --help` does not wait for torch.
+Names are imported at their first access, so that `colossalai --help` does not import torch.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -36,5 +36,5 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name, or a sub-module, when it is first asked for (PEP 562)."""
+    """Import a public name, or a sub-module, at its first access (PEP 562)."""
     return find_name(__name__, _HOMES, name)

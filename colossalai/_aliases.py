@@ -6,9 +6,8 @@ with torch, in whichever order torch and the package are imported: `import colos
 for the sake of the commands that do without.
 
 `import colossalai.context.config` gives the module `colossalai.context._config` itself, the same object under
-a second name in `sys.modules`; so its classes exist once, and `isinstance` and pickle never see the
-difference. What lies below an alias follows: `colossalai.mixed_precision.x` is
-`colossalai.booster.mixed_precision.x`.
+a second name in `sys.modules`; so its classes exist once, for `isinstance` and pickle. Sub-modules of an
+alias are resolved with it: `colossalai.mixed_precision.x` is `colossalai.booster.mixed_precision.x`.
 """
 
 import importlib
@@ -160,19 +159,19 @@ class AliasFinder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return a spec whose loader hands out the home module, None for a name that is not an alias.
+        """Return a spec whose loader returns the home module, None for a name that is not an alias.
 
         For a module of `after_import`, return its own spec, whose loader calls the function as well.
 
         Raises:
-            ImportError: `fullname` has not landed.
+            ImportError: `fullname` does not exist yet.
         """
         if fullname in self.after_import:
             return self._extended(fullname, path, target)
         if not fullname.startswith(self._packages):  # asked about every import of the process: be quick
             return None
         if fullname in self.not_landed:
-            # No ModuleNotFoundError: `from a import b` would pass over it and say that there is no `b`.
+            # Not a ModuleNotFoundError: `from a import b` would replace it by "cannot import name".
             raise ImportError(self.not_landed[fullname], name=fullname)
         home = _home(fullname, self.aliases)
         return None if home is None else ModuleSpec(fullname, _HomeLoader(home))
@@ -196,7 +195,7 @@ class AliasFinder(MetaPathFinder):
 
 
 class _HomeLoader(Loader):
-    """Load an alias: import the home and give that very module."""
+    """Loader of an alias that imports the home and returns that module."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -208,8 +207,8 @@ class _HomeLoader(Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        # The home has run already. But between create_module and here the import machinery wrote the alias's
-        # spec into it; with that one importlib.reload and the submodule lookup would take the alias for the
+        # The home has run already. But after create_module the import machinery has set its spec to the
+        # alias's; with that, importlib.reload and the submodule lookup would use the alias instead of the
         # module.
         module.__spec__ = self._home_spec
 
@@ -252,7 +251,7 @@ def _make_group(options: Any, _: Any = None) -> Any:
 
 
 def _install(finder: AliasFinder) -> None:
-    """Put the finder before those that look for files; once, even if this module is reloaded."""
+    """Insert the finder before the file finders; once, even if this module is reloaded."""
     key = (AliasFinder.__module__, AliasFinder.__qualname__)
     sys.meta_path[:] = [f for f in sys.meta_path if (type(f).__module__, type(f).__qualname__) != key]
     sys.meta_path.insert(0, finder)

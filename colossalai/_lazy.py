@@ -1,6 +1,6 @@
-"""Names of a package that are imported when they are first asked for (PEP 562).
+"""Lazy imports: names of a package that are imported at their first access (PEP 562).
 
-For packages that a command imports without needing all of them: `import torch` takes seconds.
+For packages that a command imports without using all of them: `import torch` takes seconds.
 """
 
 import importlib
@@ -17,20 +17,20 @@ JOB_PARTS: Mapping[str, str] = {
     "precision_of_config": "colossalai.amp",
     "gemini_of_config": "colossalai.zero.gemini",
 }
-"""Functions of floors above that `launch` calls for a job, with their modules, which it imports if needed."""
+"""Functions on higher floors that `launch` calls for a job, with their modules, which are imported then."""
 
 
 def find_name(package: str, homes: Mapping[str, str], name: str) -> Any:
-    """Return what a package's `__getattr__` should: a public name, or a sub-module.
+    """Return the value for a package's `__getattr__`: a public name, or a sub-module.
 
     Args:
         package: The package's `__name__`.
         homes: The module of each public name.
-        name: What is asked for.
+        name: Name of the attribute.
 
     Raises:
-        AttributeError: `package` has no public name and no sub-module `name`; the message says what to use
-            instead of one that has not landed.
+        AttributeError: `package` has no public name and no sub-module `name`; for a documented name that does
+            not exist yet, the message has a replacement.
     """
     if f"{package}.{name}" in NOT_LANDED:
         refuse_name(package, name)

@@ -1,8 +1,8 @@
-"""Documented names that have not landed: one table, which says what to use instead.
+"""Documented names that do not exist yet: one table, with a replacement for each.
 
-`from colossalai.tensor import ColoTensor` and `import colossalai.chat` ask the import finder (`_aliases.py`),
-`colossalai.nn.MoeLoss` asks `__getattr__` of the package: both answer with a sentence of this table. Whatever
-lands loses its place here.
+Imports such as `from colossalai.tensor import ColoTensor` reach the import finder (`_aliases.py`), attributes
+such as `colossalai.nn.MoeLoss` the package's `__getattr__`: both raise an error from this table.
+A name that is implemented is removed here.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """Something that the documents describe and that is not there yet.
+    """A documented feature that does not exist yet.
 
     Attributes:
-        title: What it is.
-        instead: What to use until then.
+        title: Title of the feature.
+        instead: Replacement until then.
         modules: Modules of it, none of which exists.
-        names: Names of it in modules that do exist, separated by spaces.
+        names: Names of it in existing modules, separated by spaces.
     """
 
     title: str
@@ -83,7 +83,7 @@ FEATURES: tuple[Feature, ...] = (
         names={"colossalai.booster.mixed_precision": "FP8MixedPrecision"},
     ),
 )
-"""Everything of the documents that is missing."""
+"""All documented features that are missing."""
 
 
 def _sentences() -> dict[str, str]:
@@ -96,22 +96,22 @@ def _sentences() -> dict[str, str]:
 
 
 NOT_LANDED: Mapping[str, str] = _sentences()
-"""From the full name of a module, or of something in a module, to what is to be said of it."""
+"""From the full name of a module, or of a name in a module, to its error message."""
 
 FP8 = FEATURES[-1]
-"""What `mixed_precision="fp8"` asks for."""
+"""The feature behind `mixed_precision="fp8"`."""
 
 
 def refuse_name(package: str, name: str) -> None:
-    """Refuse a name that a package does not have: what its `__getattr__` (PEP 562) does.
+    """Raise the error of a package's `__getattr__` (PEP 562) for a name that it lacks.
 
     Args:
         package: The package's `__name__`.
-        name: What is asked for.
+        name: Name of the attribute.
 
     Raises:
-        AttributeError: `package` has no attribute `name` (raised on every call); the message says what to use
-            instead of a name that has not landed.
+        AttributeError: `package` has no attribute `name` (raised on every call); for a documented name that
+            does not exist yet, the message has a replacement.
     """
     plain = f"module {package!r} has no attribute {name!r}"
     raise AttributeError(NOT_LANDED.get(f"{package}.{name}", plain), name=name)

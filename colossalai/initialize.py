@@ -1,4 +1,4 @@
-"""The door for configs: `initialize` gives an Engine with the features that the launched config says.
+"""`colossalai.initialize`: an Engine with the features of the launched config.
 
 The name is documented as a module (`from colossalai.initialize import launch`) and as a function
 (`colossalai.initialize(...)`), so the module can be called.
@@ -56,24 +56,24 @@ def initialize(
     Args:
         model: The model; it is moved to the device of this rank and changed in place. With a pipeline it is
             this rank's stage (with chunks, a `torch.nn.ModuleList` of its stages); a whole model is cut if
-            the config says how, e.g. `pipeline=dict(size=2, partition="balanced")`.
+            the config has a partition, for example `pipeline=dict(size=2, partition="balanced")`.
         optimizer: Its optimizer; None for a model that is only run.
         criterion: The loss function, called with the output and the label. With `fused_loss=True` in the
-            config it may be left out: the loss is then the model's own.
-        train_dataloader: Batches to train on. Iterate over the one that is returned: it tells the engine
-            where an epoch ends, so that the last, short accumulation window is not lost.
+            config it can be left out: the loss is then the model's own.
+        train_dataloader: Batches to train on. Iterate over the returned one: it marks the end of an epoch,
+            so that the last, short accumulation window is not lost.
         test_dataloader: Batches to evaluate on; returned as it is.
         lr_scheduler: A scheduler of the optimizer; returned as it is.
-        verbose: Whether rank 0 logs the model, the plan and the bytes that it holds.
-        schedule: How `engine.execute_schedule` runs a batch; by default as the config says.
+        verbose: Whether rank 0 logs the model, the plan and its bytes.
+        schedule: The schedule of `engine.execute_schedule`. Default: the config's.
 
     Returns:
         Engine, train dataloader, test dataloader, scheduler.
 
     Raises:
         RuntimeError: The job has not been launched.
-        ConfigException: The config asks for a feature that has not landed yet.
-        ValueError: `optimizer` holds parameters that `model` has not, a component has been initialized
+        ConfigException: The config has a feature that does not exist yet.
+        ValueError: `optimizer` holds parameters that `model` lacks, a component has been initialized
             before, `model` cannot be built for the plan of the config, or `train_dataloader` divides samples
             among another number of ranks than the model has data-parallel ones.
     """

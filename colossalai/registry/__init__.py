@@ -1,4 +1,4 @@
-"""Names for classes: a config file says `"AdamW"`, a registry knows which class that is."""
+"""Registries: tables from names in config files, such as `"AdamW"`, to classes."""
 
 from colossalai.registry._registry import DATASETS as DATASETS
 from colossalai.registry._registry import DIST_GROUP_INITIALIZER as DIST_GROUP_INITIALIZER

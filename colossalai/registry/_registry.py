@@ -21,10 +21,10 @@ class Registry:
         ```
 
     Args:
-        name: What is registered here; it stands in the error messages.
-        third_party_library: Modules, or their names, that are searched in this order for what was not
-            registered. A name is imported when it is first needed; one that cannot be imported counts as
-            empty, and the error of a failed search says why.
+        name: Name of the registry, for error messages.
+        third_party_library: Modules, or their names, that are searched in this order for names that are not
+            registered. A module is imported at its first search; if that fails it counts as empty, and the
+            error of a failed search has the reason.
     """
 
     def __init__(self, name: str, third_party_library: Sequence[ModuleType | str] | None = None) -> None:
@@ -50,7 +50,7 @@ class Registry:
         return module_class
 
     def get_module(self, module_name: str) -> Any:
-        """Return what `module_name` stands for.
+        """Return the class or function of a name.
 
         Raises:
             ValueError: The name is neither registered nor found in the third-party libraries.
@@ -61,11 +61,11 @@ class Registry:
         return found
 
     def has(self, module_name: str) -> bool:
-        """Say whether `get_module` would find the name."""
+        """Return whether `get_module` finds the name."""
         return self._find(module_name) is not None
 
     def remove_module(self, module_name: str) -> None:
-        """Take a registered name out again.
+        """Remove a registered name.
 
         Raises:
             ValueError: The name was not registered; names of third-party libraries cannot be removed.
@@ -90,7 +90,7 @@ class Registry:
                     self._libraries[index] = importlib.import_module(library)
                 except (
                     Exception
-                ) as error:  # an optional library may be broken in any way; `_unknown` says how
+                ) as error:  # an optional library can be broken in any way; `_unknown` has the reason
                     self._broken_libraries[library] = f"{type(error).__name__}: {error}"
         return [library for library in self._libraries if isinstance(library, ModuleType)]
 
@@ -115,7 +115,7 @@ class Registry:
             ]
         by_lower = {
             name.lower(): name for name in reversed(known)
-        }  # what was registered wins over a library's
+        }  # a registered name takes precedence over a library's
         matches = difflib.get_close_matches(module_name.lower(), by_lower, n=1)
         return by_lower[matches[0]] if matches else None
 
@@ -124,7 +124,7 @@ def _origin(registered: Callable[..., Any]) -> str:
     return f"{registered.__module__}.{registered.__qualname__}"
 
 
-# A name that is not registered is looked up in the library that usually has it, which is imported then:
+# A name that is not registered is looked up in the library that usually has it, which is then imported:
 # `OPTIMIZERS.get_module("AdamW")` is `torch.optim.AdamW`.
 LAYERS = Registry("layers", ["torch.nn"])
 LOSSES = Registry("losses", ["torch.nn"])
