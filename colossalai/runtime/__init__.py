@@ -1,4 +1,4 @@
-"""The core that both doors stand on: a plan, its application to a model, and a training step."""
+"""Core of `colossalai.initialize` and `Booster`: a plan, its application to a model, and a training step."""
 
 from colossalai.nn import checkpoint as checkpoint
 from colossalai.runtime._accumulation import AccumulatingOptimizer as AccumulatingOptimizer

@@ -1,11 +1,11 @@
-"""Gradient accumulation for loops of the user's own: an optimizer that is stepped in every microbatch.
+"""Gradient accumulation for users' own loops: an optimizer that is stepped in every microbatch.
 
 [Note: a window under the loop]
-The loop says backward, clip, step, zero_grad for each microbatch, as if there were no window. The optimizer
-lets them take effect when it is time: losses are divided by the length of the window, clip, step and
-zero_grad do nothing but in its last microbatch. The arithmetic is that of `TrainingStep`, which the Engine
-uses, too. It asks the same optimizer for the real backward and the real step, so while it works the optimizer
-answers for itself.
+The loop calls backward, clip, step, zero_grad for each microbatch, as if there were no window. The optimizer
+delays their effect: losses are divided by the length of the window, and clip, step and zero_grad have an
+effect only in its last microbatch. The arithmetic is that of `TrainingStep`, which the Engine uses, too. It
+calls the real backward and the real step of the same optimizer, so during these calls the methods of the
+optimizer run at once.
 """
 
 from collections.abc import Callable, Iterator
@@ -27,13 +27,13 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._window: TrainingStep | None = None
-        self._has_unstepped = False  # whether a backward waits for the step of its microbatch
+        self._has_unstepped = False  # whether a backward has not been followed by the step of its microbatch
         self._is_at_work = False
         super().__init__(*args, **kwargs)  # last: see [Note: where an attribute is set]
 
     @property
     def window(self) -> TrainingStep:
-        """What counts the microbatches."""
+        """The step that counts the microbatches."""
         assert self._window is not None, "open_window comes first"
         return self._window
 
@@ -43,12 +43,12 @@ class AccumulatingOptimizer(OptimizerWrapper):
         return self._has_unstepped
 
     def open_window(self, model: ModelWrapper, accumulation_steps: int) -> None:
-        """Say what the optimizer belongs to, and how many microbatches make a step."""
+        """Set the model of the optimizer, and the number of microbatches in a step."""
         self._window = TrainingStep(model, self, accumulation_steps=accumulation_steps)
         model.optimizers = (*model.optimizers, self)
 
     def restart_window(self) -> None:
-        """Forget the microbatches of the present window, and their gradients."""
+        """Drop the microbatches of the present window, and their gradients."""
         self.window.restart_window()
         self._has_unstepped = False
         super().zero_grad()
@@ -63,11 +63,11 @@ class AccumulatingOptimizer(OptimizerWrapper):
             self.window.backward(loss, *args, **kwargs)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """End a microbatch; at the end of the window update the parameters. `stepped` says whether it did.
+        """End a microbatch; at the end of the window update the parameters, and then set `stepped`.
 
         Raises:
-            ValueError: A closure is given, which would compute the gradients of one microbatch anew, or
-                no backward or `zero_grad` came since the end of the window before.
+            ValueError: `closure` is given, which would compute the gradients of one microbatch anew, or
+                there was no backward or `zero_grad` since the end of the last window.
         """
         if self._is_at_work:
             return super().step(closure)
@@ -79,7 +79,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients, unless a window is under way."""
+        """Clear the gradients, unless a window is open."""
         if self._is_at_work or not (self.window.is_in_window or self._has_unstepped):
             super().zero_grad(set_to_none)
 
@@ -122,7 +122,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
     @contextmanager
     def _as_in_step(self) -> Iterator[None]:
-        """Within the block, the gradients of a short window are as large as the step will make them."""
+        """Context in which the gradients of a short window have the size that the step will give them."""
         factor = self.window.short_window_factor
         if factor != 1.0:
             self.scale_grads(factor)
@@ -132,7 +132,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
     @contextmanager
     def _at_work(self) -> Iterator[None]:
-        """Within the block, methods do what their names say, at once."""
+        """Context in which methods have their effect at once."""
         self._is_at_work = True
         try:
             yield

@@ -1,4 +1,4 @@
-"""Apply a plan to a model and its optimizers."""
+"""Application of a plan to a model and its optimizers."""
 
 import math
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ def assemble(
 ) -> tuple[ModelWrapper, OptimizerWrapper | None]:
     """Apply the methods of a plan to a model and its optimizer.
 
-    As `assemble_with_optimizers`, which has the whole story, for one optimizer or none.
+    Calls `assemble_with_optimizers`, where all is described, for one optimizer or none.
     """
     given = [] if optimizer is None else [optimizer]
     wrapped_model, wrapped = assemble_with_optimizers(plan, model, given, mesh=mesh, device=device)
@@ -54,23 +54,23 @@ def assemble_with_optimizers(
     own part of the batch, and the parts are equally large, or it has a weight. The ranks that share layers
     and have the same activations between them follow from the plan's layout.
 
-    From here on random numbers are drawn from the state of DATA, or, where ranks share sequences, of SEQUENCE
+    From here on random numbers are drawn from the state of DATA, or, if ranks share sequences, of SEQUENCE
     or TENSOR: different dropout masks on different slices of the batch.
 
     Args:
         plan: The layout of the ranks and the methods.
         model: The model; it is moved to `device` and changed in place.
-        optimizers: Optimizers over its parameters, each of its own ones, before their first step; they are
-            changed in place where the parameters are replaced. They share one loss scale.
-        mesh: The ranks, laid out as the plan says.
+        optimizers: Optimizers of separate parameters of the model, before their first step; they are changed
+            in place if the parameters are replaced. They share one loss scale.
+        mesh: The ranks, with the layout of the plan.
         device: The device of this rank.
-        accumulation_steps: Number of microbatches for which the optimizers keep their steps back, so that
-            they can be stepped in each of them; see `AccumulatingOptimizer`.
+        accumulation_steps: Number of microbatches in an optimizer step, if the optimizers are stepped in each
+            of them; see `AccumulatingOptimizer`.
 
     Raises:
-        ValueError: The model or an optimizer has been assembled before, the plan was made for another model,
+        ValueError: `model` or an optimizer has been assembled before, the plan was made for another model,
             the mesh or the model was laid out or built for another plan, an optimizer holds parameters that
-            the model or another one has not alone, or it has made steps already and the plan replaces
+            the model lacks or another optimizer holds, or it has made steps already and the plan replaces
             parameters.
     """
     layout = check_given(plan, model, optimizers, mesh)
@@ -92,7 +92,7 @@ def assemble_with_optimizers(
 
 
 def _wrap(job: Assembly) -> ModelWrapper:
-    """Return the model with its methods, on which calls that would be wrong under them are refused."""
+    """Return the model with its methods; calls that would be wrong under them are refused on it."""
     params = list(job.model.parameters())
     if any(map(_is_cut, params)):
         job.wrapper_options["parts"] = job.mesh
@@ -105,10 +105,10 @@ def _wrap(job: Assembly) -> ModelWrapper:
 
 
 def describe_model(model: nn.Module, plan: Plan) -> str:
-    """Return the class of a model and the number of its parameters, with all that other ranks hold of them.
+    """Return the class of a model and the number of its parameters, including those on other ranks.
 
     Args:
-        model: The model, before it is assembled. Of a stage of a pipeline the parameters of that stage count.
+        model: The model, before it is assembled. For a stage of a pipeline only its parameters count.
         plan: The plan.
     """
     if not isinstance(model, nn.Module):
@@ -132,12 +132,12 @@ def log_start(
         described: The result of `describe_model` before `assemble`.
     """
     if mesh.rank == 0:
-        from colossalai.runtime.memory import start_line  # formulas that a job needs once, on one rank
+        from colossalai.runtime.memory import start_line  # formulas, needed once on one rank
 
         try:
             with as_memory():
                 line = start_line(model, optimizers, plan=plan, mesh=mesh, described=described)
-        except Exception as error:  # a parameter or an optimizer of the user's own: training goes on
+        except Exception as error:  # from a parameter or an optimizer of the user: training goes on
             line = f"{described}: {plan} (bytes unknown: {type(error).__name__}: {error})"
         get_dist_logger().info(line, ranks=[0])
 

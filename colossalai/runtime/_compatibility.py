@@ -1,7 +1,7 @@
-"""Which methods cannot be combined, and why: the one table that refuses them and that the documents show.
+"""Table of methods that cannot be combined, with the reasons: the source of the checks and of the documents.
 
-That the others can is not written down here but run: `tests/parity/test_pairs.py` trains with every pair that
-is not refused, and is to be run when a method is added.
+The other pairs are not listed here but tested: `tests/parity/test_pairs.py` trains with every pair that
+is not refused; run it when a method is added.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,7 @@ METHODS = (
     *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "Gemini", "mixed precision", "recompute", "accumulation"),
     "fused loss",
 )
-"""The methods that can be asked for, in the order of the table."""
+"""The methods, in the order of the table."""
 
 REFUSED = {
     frozenset({"pipeline", "ZeRO 2"}): (
@@ -48,7 +48,7 @@ REFUSED = {
         for attention in SEQUENCE_ATTENTIONS
     },
 }
-"""For each pair that is refused, the reason and what to do instead."""
+"""For each refused pair, the reason and a replacement."""
 
 
 def refuse_pairs(methods: Iterable[str]) -> None:
@@ -66,7 +66,7 @@ def refuse_pairs(methods: Iterable[str]) -> None:
 
 
 def pairs_table() -> list[str]:
-    """Return the table of pairs as lines of Markdown; a number refers to the reasons below it."""
+    """Return the table of pairs as lines of Markdown; its numbers refer to the reasons after it."""
     reasons = list(dict.fromkeys(REFUSED.values()))
     marks = {pair: f"no ({reasons.index(reason) + 1})" for pair, reason in REFUSED.items()}
     lines = ["| | " + " | ".join(METHODS) + " |", "| --- " * (len(METHODS) + 1) + "|"]
@@ -82,7 +82,7 @@ def _mark(row: str, column: str, marks: dict[frozenset[str], str]) -> str:
 
 
 def are_of_one_kind(first: str, second: str) -> bool:
-    """Return whether two methods are choices for the same thing, of which there is one at a time."""
+    """Return whether two methods are alternatives, of which a plan has one at a time."""
     both = {first, second}
     kinds = ("tensor", "sequence", ("ZeRO", "Gemini"))
     return first == second or any(all(method.startswith(kind) for method in both) for kind in kinds)

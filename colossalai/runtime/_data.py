@@ -1,7 +1,7 @@
 """Data for data parallelism: each rank along `dp` reads its own part, in an order that the seed fixes.
 
-The position in an epoch is counted in batches that were handed out, not in samples that were prefetched, so
-that it can be saved at any moment and a resumed run sees exactly the batches that were left.
+The position in an epoch is counted in batches that were returned, not in samples that were prefetched, so
+that it can be saved at any moment and a resumed run gets exactly the remaining batches.
 """
 
 import time
@@ -21,16 +21,16 @@ from colossalai.runtime.streams import DealtBatch, StreamShard, dealing_loader, 
 
 
 class DataParallelSampler(Sampler[int]):
-    """The indices of one replica: a fixed or seeded order of the dataset, dealt out like cards.
+    """The indices of one replica: a fixed or seeded order of the dataset, dealt round robin.
 
     Args:
         dataset: A dataset with a length.
         num_replicas: Number of replicas.
-        replica: Number of this one.
+        replica: Index of this one.
         shuffle: Whether each epoch has its own order.
         seed: Seed of the orders; the same on every replica.
-        drop_last: If the length is not a multiple of `num_replicas`: leave the rest out; otherwise the first
-            samples stand in for the missing ones, so that all replicas make the same number of steps.
+        drop_last: If the length is not a multiple of `num_replicas`: drop the rest; otherwise the first
+            samples are repeated, so that all replicas make the same number of steps.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class DataParallelSampler(Sampler[int]):
         self.seed = seed
         self.drop_last = drop_last
         self.epoch = 0
-        self.start = 0  # number of this replica's samples to leave out at the beginning of the next pass
+        self.start = 0  # number of this replica's samples to skip at the beginning of the next pass
         total = len(dataset)  # type: ignore[arg-type]
         self.num_samples = total // num_replicas if drop_last else -(-total // num_replicas)
         if self.num_samples == 0:
@@ -61,7 +61,7 @@ class DataParallelSampler(Sampler[int]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next pass."""
+        """Set the order of the next pass."""
         self.epoch = epoch
 
     def __len__(self) -> int:
@@ -86,24 +86,24 @@ class _HasEpochs(Protocol):
 
 
 class DataParallelLoader(DataLoader[Any]):
-    """A `DataLoader` that counts epochs and batches, and can be put back to where it was.
+    """A `DataLoader` that counts epochs and batches, and can resume at a saved position.
 
     Every complete pass advances the epoch, and with it the order of a shuffling `DataParallelSampler`; a pass
-    that is left early starts again from its beginning.
+    that is stopped early starts again from its beginning.
 
     Args:
         dataset: The dataset.
         seed: Seed of the workers' random states; every epoch has its own.
-        device: Where the tensors of a batch are handed out; None: where the workers made them.
-        shard: What this replica reads of a stream; None: the dataset divides itself, or has a sampler.
-        replicas_now: Returns how many replicas the job has when a pass begins, None where it has ended.
+        device: Device of the returned tensors; None: the device on which the workers made them.
+        shard: This replica's part of a stream; None: the dataset divides itself, or has a sampler.
+        replicas_now: Returns the number of replicas of the job when a pass begins, None after its end.
         options: The arguments of `torch.utils.data.DataLoader`.
 
     Attributes:
         epoch: Number of the present pass.
-        batch: Number of batches of it that have been handed out.
-        at_last_batch: Whether the batch handed out last is the last one of the pass.
-        handed_out_ns: When that was, by a clock that never goes back; 0 before the first one.
+        batch: Number of batches of it that have been returned.
+        at_last_batch: Whether the last returned batch is the last one of the pass.
+        handed_out_ns: Time of that batch, by a monotonic clock; 0 before the first one.
     """
 
     def __init__(
@@ -126,9 +126,9 @@ class DataParallelLoader(DataLoader[Any]):
         self._resume_at = 0
         self._shard = shard
         self._replicas_now = replicas_now
-        self._dealing: DataLoader[Any] | None = None  # kept where its workers persist
+        self._dealing: DataLoader[Any] | None = None  # kept if its workers persist
         self._dealt = self._dealt_in_pass = InHand(0, 0)
-        self._fills_within = False  # whether a batch of this pass with a stand-in was not the last one
+        self._fills_within = False  # whether a batch of this pass before the last one repeated samples
 
     def __len__(self) -> int:
         if self._shard is None:
@@ -141,7 +141,7 @@ class DataParallelLoader(DataLoader[Any]):
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
         self.batch, self._resume_at = self._resume_at, 0
         self._prepare_pass()
-        # Workers whose streams divide themselves may form more batches than the length says.
+        # Workers whose streams divide themselves can form more batches than the length.
         length = length_of(self) if self._shard is None or self.num_workers == 0 else None
         remaining = None if length is None else length - self.batch
         batches = super().__iter__() if self._shard is None else self._dealt_batches(self._shard)
@@ -178,19 +178,19 @@ class DataParallelLoader(DataLoader[Any]):
             )
 
     def _dealt_batches(self, shard: StreamShard) -> Iterator[DealtBatch]:
-        """Return the batches of a stream, from the position on: those before it are read and dropped."""
+        """Return the batches of a stream from the position on: earlier ones are read and dropped."""
         if self._dealing is None or not self.persistent_workers:
             self._dealing = dealing_loader(self, shard)
         batches = iter(self._dealing)
         if self.batch > 0:
-            state = random_state()  # which was restored with the position: what is skipped has drawn already
+            state = random_state()  # restored with the position: the skipped batches have drawn already
             for _ in islice(batches, self.batch):
                 pass
             set_random_state(state)
         yield from batches
 
     def _note_dealt(self, dealt: DealtBatch) -> Any:
-        """Count the samples of a batch that is handed out, and return the batch."""
+        """Count the samples of a returned batch, and return the batch."""
         assert self._shard is not None
         before = self._dealt_in_pass
         self._fills_within |= before.of_all < before.of_replica * self._shard.num_replicas
@@ -200,7 +200,7 @@ class DataParallelLoader(DataLoader[Any]):
 
     @property
     def num_replicas(self) -> int | None:
-        """Among how many replicas the loader divides the samples; None where the dataset divides itself."""
+        """Number of replicas that divide the samples; None if the dataset divides itself."""
         if self._shard is not None:
             return self._shard.num_replicas
         return self.sampler.num_replicas if isinstance(self.sampler, DataParallelSampler) else None
@@ -212,13 +212,13 @@ class DataParallelLoader(DataLoader[Any]):
 
     @property
     def in_hand(self) -> InHand | None:
-        """The samples of the batch handed out last, after a complete pass those of all of it.
+        """The samples of the last returned batch; after a complete pass, of all batches.
 
-        None before the first batch, and where an iterable dataset divides itself.
+        None before the first batch, and if an iterable dataset divides itself.
 
         Raises:
-            ValueError: The pass is over, and samples stand in for missing ones in the middle of it, as
-                several workers' streams ended: only each batch by itself can be said.
+            ValueError: The pass is over, and samples were repeated in the middle of it, as several workers'
+                streams ended: only single batches can be gathered.
         """
         if self._shard is not None and self.handed_out_ns:
             if self.batch == 0 and self._fills_within:
@@ -237,16 +237,16 @@ class DataParallelLoader(DataLoader[Any]):
         return InHand(end - start, min(end * replicas, total) - start * replicas)
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the pass, how many of its batches have been handed out, and their size."""
-        if self.at_last_batch:  # the consumer has the last batch in hand: what comes next is the next pass
+        """Return the position: the pass, the number of its returned batches, and their size."""
+        if self.at_last_batch:  # the consumer has the last batch: the next one belongs to the next pass
             return {"epoch": self.epoch + 1, "batch": 0, "batch_samples": self._batch_samples}
         return {"epoch": self.epoch, "batch": self.batch, "batch_samples": self._batch_samples}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next pass go on where `state_dict` was taken.
+        """Make the next pass continue at the position of `state_dict`.
 
-        Where batches, taken over all replicas, are of another size now, it goes on with the same sample; if
-        that is in the middle of a batch, with the first one of that batch.
+        If the batch size over all replicas has changed, it continues with the same sample; if that is in the
+        middle of a batch, with the first one of that batch.
         """
         self.set_epoch(state["epoch"])
         samples = state["batch"] * state.get("batch_samples", self._batch_samples)
@@ -265,7 +265,7 @@ class DataParallelLoader(DataLoader[Any]):
         return (self.batch_size or 1) * (self.num_replicas or 1)
 
     def set_epoch(self, epoch: int) -> None:
-        """Let the next pass be the given one, from its beginning."""
+        """Make the next pass the given one, from its beginning."""
         self.epoch, self.batch, self.at_last_batch = epoch, 0, False
 
 
@@ -291,22 +291,22 @@ def make_dataloader(
         dataset: Any torch dataset. A stream (`IterableDataset`) must yield the same samples in the same order
             on every replica and worker; its `set_epoch`, if any, is called before each pass.
         num_replicas: Number of replicas.
-        replica: Number of this one.
+        replica: Index of this one.
         batch_size: Samples in a batch of one replica; None: each sample is a batch.
         shuffle: Whether each epoch has its own order.
         seed: Seed of the orders and of the workers' random states; the same on every replica.
         add_sampler: Whether the replicas divide the dataset; False: every replica reads all of it, for
             streams that divide themselves.
-        drop_last: Leave out what does not fill a batch, or a sample for every replica.
+        drop_last: Drop samples that do not fill a batch, or do not give a sample to every replica.
         pin_memory: Copy batches into pinned memory; no effect without an accelerator.
         num_workers: Number of loading processes.
-        device: Where the tensors of a batch are handed out; None: in host memory.
-        replicas_now: Returns how many replicas the job has when a pass begins, None where it has ended.
+        device: Device of the returned tensors; None: host memory.
+        replicas_now: Returns the number of replicas of the job when a pass begins, None after its end.
         kwargs: Further arguments of `torch.utils.data.DataLoader`.
 
     Raises:
-        ValueError: A sampler is given beside `add_sampler`, the dataset is too small, or it is a stream
-            that divides itself already.
+        ValueError: `kwargs` has a sampler in addition to `add_sampler`, the dataset is too small, or it is a
+            stream that divides itself already.
     """
     if "sampler" in kwargs or "batch_sampler" in kwargs:
         raise ValueError(
@@ -353,12 +353,12 @@ def make_dataloader(
 
 
 def watched(loader: Iterable[Any]) -> DataParallelLoader | WatchedLoader:
-    """Return a loader that says which batch is the last of an epoch: itself if it does."""
+    """Return a loader that marks the last batch of an epoch: the given one if it does."""
     return loader if isinstance(loader, DataParallelLoader) else WatchedLoader(loader)
 
 
 def divided_among(loader: object) -> int | None:
-    """Return among how many replicas a loader divides its samples, None where that cannot be known.
+    """Return the number of replicas among which a loader divides its samples, None if it is unknown.
 
     Args:
         loader: Any iterable of batches.
@@ -376,15 +376,15 @@ _DIVIDING = (DistributedSampler, DataParallelSampler)
 
 
 def check_division(loader: object, num_replicas: int, *, remedy: str) -> None:
-    """Refuse a loader that divides samples among other ranks; warn of one that divides them among none.
+    """Refuse a loader that divides samples among other ranks; warn of a loader that does not divide them.
 
     Args:
-        loader: What the user gave: any iterable of batches, or None.
+        loader: The user's dataloader: any iterable of batches, or None.
         num_replicas: Number of data-parallel ranks of the model that is trained with it.
-        remedy: The call that makes a right one.
+        remedy: The call that makes a valid one.
 
     Raises:
-        ValueError: The loader divides samples among another number of ranks.
+        ValueError: `loader` divides samples among another number of ranks.
     """
     found = divided_among(loader)
     if found not in (None, 1, num_replicas):

@@ -1,4 +1,4 @@
-"""A data loader that knows when it hands out the last batch of an epoch."""
+"""Data loaders that mark the last batch of an epoch."""
 
 import itertools
 from collections.abc import Iterable, Iterator
@@ -8,17 +8,17 @@ from colossalai.monitor import section
 from colossalai.tensor import is_own_attribute
 
 _NOTHING = object()
-_LOADING = section("data loading")  # what the watchdog calls it
+_LOADING = section("data loading")  # its name in reports of the watchdog
 
 
 class EpochWatch(Protocol):
-    """A loader that says whether the batch it handed out last is the last one of the epoch."""
+    """A loader that marks whether the last returned batch is the last one of the epoch."""
 
     at_last_batch: bool
 
 
 class WatchedLoader:
-    """A loader with the batches and attributes of another one that says which batch is the last.
+    """A loader with the batches and attributes of another one, which marks the last batch.
 
     Args:
         loader: Any iterable of batches.
@@ -29,7 +29,7 @@ class WatchedLoader:
         self.loader = loader  # last: see [Note: where an attribute is set]
 
     def __getattr__(self, name: str) -> Any:
-        if name == "loader":  # not set yet: pickle and copy ask before __init__ has run
+        if name == "loader":  # not set yet: pickle and copy read attributes before __init__ has run
             raise AttributeError(name)
         return getattr(self.loader, name)
 
@@ -50,10 +50,9 @@ class WatchedLoader:
 
 
 def with_last(batches: Iterable[Any], length: int | None) -> Iterator[tuple[Any, bool]]:
-    """Return each batch with whether it is the last one.
+    """Yield each batch, and whether it is the last one.
 
-    It reads one batch ahead only where the length is not known: what is read ahead would draw its random
-    numbers too early.
+    It reads one batch ahead only if the length is not known: reading ahead draws random numbers too early.
     """
     following = iter(batches)
     if length is not None:
@@ -73,7 +72,7 @@ def with_last(batches: Iterable[Any], length: int | None) -> Iterator[tuple[Any,
 
 
 def length_of(loader: Iterable[Any]) -> int | None:
-    """Return the number of batches of a loader, None where it does not know."""
+    """Return the number of batches of a loader, or None."""
     try:
         return len(loader)  # type: ignore[arg-type]
     except TypeError:

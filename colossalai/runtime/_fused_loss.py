@@ -1,7 +1,7 @@
 """Criterion and labels of a model with a fused loss, which it computes from labels, without logits.
 
-The model gets the labels that the criterion gets otherwise, and the criterion takes the loss from what the
-model returns: none is needed.
+The model gets the criterion's labels, and the criterion takes the loss from the model's output; no criterion
+is needed.
 """
 
 import inspect
@@ -14,10 +14,10 @@ from colossalai.nn.loss import ModelLoss, wants_logits
 
 
 def criterion_of(criterion: Callable[..., Any] | None, *, fused_loss: bool) -> Callable[..., Any] | None:
-    """Return the criterion of a door: with `fused_loss` the model's own loss, if none is given.
+    """Return the criterion to use: with `fused_loss` the model's own loss, if none is given.
 
     Raises:
-        ValueError: `fused_loss`, and it wants logits.
+        ValueError: `criterion` needs logits, and `fused_loss` is set.
     """
     if not fused_loss:
         return criterion
@@ -36,7 +36,7 @@ def with_labels(data: Any, labels: Any, model: nn.Module) -> Any:
 
     Args:
         data: As a loader gives it: a dict, a tuple or list of positional arguments, or the first one.
-        labels: The labels; where they are no tensor, there are none beside the data.
+        labels: The labels; if they are not a tensor, the data is returned as it is.
         model: The model, whose forward names the arguments.
     """
     if not isinstance(labels, Tensor):

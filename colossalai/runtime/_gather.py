@@ -1,8 +1,8 @@
-"""Results of all data-parallel ranks together, each sample once.
+"""Gathering of results of all data-parallel ranks, each sample once.
 
-[Note: whose samples these are] A `DataParallelSampler` deals the samples out like cards: sample j of replica
-r is number j * replicas + r of the epoch's order. So the replicas' rows, dealt back in turn, are in that
-order, and what stands in for missing samples is at its end, where it is cut off.
+[Note: whose samples these are] A `DataParallelSampler` deals the samples round robin: sample j of replica
+r is number j * replicas + r of the epoch's order. So the replicas' rows, interleaved again, are in that
+order, and repeated samples are at its end, where they are cut off.
 """
 
 import zlib
@@ -19,11 +19,11 @@ T = TypeVar("T")
 
 
 class InHand(NamedTuple):
-    """The samples that a loader has handed out last.
+    """The samples that a loader has returned last.
 
     Attributes:
         of_replica: Number of samples on each replica.
-        of_all: Number of different ones on all replicas together.
+        of_all: Number of distinct ones on all replicas together.
     """
 
     of_replica: int
@@ -32,20 +32,20 @@ class InHand(NamedTuple):
 
 @torch.no_grad()
 def gather_samples(nested: T, replicas: Axis, *, in_hand: InHand | None, device: torch.device) -> T:
-    """Return nested tensors with the rows of all replicas; two collectives, however many tensors there are.
+    """Return nested tensors with the rows of all replicas; two collectives for any number of tensors.
 
     Args:
         nested: Tensors in dicts, lists, tuples, the same structure on every replica; None stays None. With
-            `in_hand`, dim 0 has a row, or equally many rows, for each sample; one without dims counts as a
-            row of its replica.
-        replicas: The ranks that see different samples.
-        in_hand: Which samples the rows belong to: then they come in the order of the sampler, and each sample
+            `in_hand`, dim 0 has a row, or equally many rows, for each sample; a tensor without dims counts as
+            a row of its replica.
+        replicas: The ranks with different samples.
+        in_hand: The samples of the rows: then the rows are in the order of the sampler, with each sample
             once. None: the rows of the first replica, then those of the second, and so on.
-        device: Where the exchange is made.
+        device: Device of the exchange.
 
     Raises:
-        ValueError: `nested` holds an object that is no tensor, its structures or shapes differ beyond dim 0,
-            or its rows do not belong to samples; on all ranks.
+        ValueError: `nested` holds an object that is not a tensor, its structures or shapes differ beyond
+            dim 0, or its rows do not belong to samples; on all ranks.
     """
     leaves, structure = tree_flatten(nested)
     for leaf in leaves:
@@ -67,12 +67,13 @@ def gather_samples(nested: T, replicas: Axis, *, in_hand: InHand | None, device:
 def _exchange(
     tensors: list[Tensor], structure: str, replicas: Axis, device: torch.device
 ) -> list[list[Tensor]]:
-    """Return the tensors of every replica, on the devices that this one has them on."""
+    """Return the tensors of every replica, on the devices of this rank's tensors."""
     described = [(str(each.dtype), each.dim(), tuple(each.shape[1:])) for each in tensors]
     fingerprint = zlib.crc32(repr((structure, described)).encode())
     extents = torch.tensor([each.size(0) if each.dim() else 1 for each in tensors], dtype=torch.int64)
     packed = torch.cat([_bytes_of(each.to(device)) for each in (extents, *tensors)])
     meta = torch.tensor([fingerprint, packed.numel()], dtype=torch.int64, device=device)
+    # All replicas send fingerprint and length, then bytes padded to the longest of them.
     metas = all_gather(meta, 0, replicas).view(-1, 2).tolist()
     if any(other != fingerprint for other, _ in metas):
         raise ValueError(
@@ -107,7 +108,7 @@ def _joined(parts: list[Tensor], in_hand: InHand | None) -> Tensor:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     sizes = [len(part) for part in parts]
     of_replica, of_all = in_hand
-    if of_replica == 1:  # a sample may be a batch that the dataset made, of any size
+    if of_replica == 1:  # a sample can be a batch that the dataset made, of any size
         return torch.cat(parts[:of_all])
     if len(set(sizes)) > 1 or sizes[0] % of_replica:
         raise ValueError(

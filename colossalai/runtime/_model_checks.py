@@ -15,12 +15,12 @@ from colossalai.tensor import built_for, spec_of
 
 
 def check_given(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> Layout:
-    """Check what `assemble` was given, and return the layout of the ranks.
+    """Check the arguments of `assemble`, and return the layout of the ranks.
 
     Raises:
-        ValueError: The model or an optimizer has been assembled before or is of another type, two optimizers
-            share a parameter, the plan was made for another model, or the mesh or the layers of the model are
-            those of another plan.
+        ValueError: `model` or an optimizer has been assembled before or is of another type, two optimizers
+            share a parameter, the plan was made for another model, or the mesh or the layers of the model
+            belong to another plan.
     """
     _check_types(model, optimizers)
     layout = layout_of(plan, mesh)
@@ -31,7 +31,7 @@ def check_given(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], m
 
 
 def layout_of(plan: Plan, mesh: Mesh) -> Layout:
-    """Return the layout of a plan; one that says nothing about it takes any mesh, and only `dp` counts.
+    """Return the layout of a plan; a plan without one accepts any mesh, and only `dp` counts.
 
     Raises:
         ValueError: The axes of `mesh` are not those of the plan.
@@ -48,22 +48,22 @@ def layout_of(plan: Plan, mesh: Mesh) -> Layout:
 
 
 def parameter_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a model's parameters, under all names that they have."""
+    """Return the shapes of a model's parameters, under all their names."""
     return {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
 
 
 def refuse_other_model(
     made_for: Mapping[str, tuple[int, ...]], model: nn.Module, *, is_part: bool = False
 ) -> None:
-    """Refuse a model that is not the one that a plan was made for, by the names and shapes of parameters.
+    """Refuse a model whose parameters differ in name or shape from those of the plan's model.
 
     Args:
-        made_for: What `parameter_shapes` has returned of that one.
+        made_for: The result of `parameter_shapes` for the plan's model.
         model: The model.
-        is_part: Whether it is this rank's part of it, which has some of the names.
+        is_part: Whether it is this rank's part of a model, with some of the names.
 
     Raises:
-        ValueError: `model` has other names or shapes; the message has the first that differ.
+        ValueError: `model` has other names or shapes; the message has the first differences.
     """
     own = parameter_shapes(model)
     names = own if is_part else dict.fromkeys((*made_for, *own))
@@ -81,10 +81,10 @@ def refuse_other_model(
 
 
 def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model, or a loss, whose layers were built for another mesh than that of the plan.
+    """Refuse a model, or a loss, whose layers were built for another mesh than the plan's.
 
-    Layers of `colossalai.nn` remember the tensor mode that was in force when they were built, and the mesh
-    that their parameters are cut over. Modules of torch alone may be built at any time.
+    Layers of `colossalai.nn` record the tensor mode in force when they were built, and the mesh over which
+    their parameters are cut. Modules of torch alone can be built at any time.
 
     Raises:
         ValueError: A layer of `module` was built for another layout or mesh, or a tensor mode that is not the
@@ -100,7 +100,7 @@ def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
             for name, part, extents in built_for(module)
             for field, extent in extents.items()
             if extent != getattr(layout, field) and (field != "mode" or layout.tensor > 1)
-            # A layer of no mode is a plain one, of which `cuts` says whether and how it is cut.
+            # A layer without a mode is a plain one, which `cuts` can cut.
             if not (field == "mode" and extent is None and plan.cuts is not None)
         ),
         *(
@@ -120,7 +120,7 @@ def check_built_for(plan: Plan, module: nn.Module, mesh: Mesh) -> None:
 def _check_types(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     if isinstance(model, ModelWrapper) or any(isinstance(each, OptimizerWrapper) for each in optimizers):
         raise ValueError(
-            "this model or optimizer has been through a door already: pass the one you built yourself"
+            "this model or optimizer was boosted or initialized before: pass the one you built yourself"
         )
     if not isinstance(model, nn.Module):
         raise ValueError(f"the model is a {type(model).__name__}; it must be a torch.nn.Module")

@@ -1,7 +1,7 @@
-"""A model cut into stages: a batch goes through it in microbatches, as a schedule says.
+"""Training of a model in pipeline stages: a batch runs in microbatches, in the order of a schedule.
 
-The executor knows stages and microbatches; here it meets what belongs to training: precision, the loss, data
-parallelism, weights that stages share.
+The executor runs stages and microbatches; this module adds precision, the loss, data parallelism and the
+weights that stages share.
 """
 
 import functools
@@ -46,11 +46,11 @@ _PAIR_WITH_SUM = (
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """A batch, or a microbatch; `batch_dim` names what is in it by these fields.
+    """A batch, or a microbatch; `batch_dim` names its parts by these fields.
 
     Attributes:
-        data: What the first stage takes.
-        label: What the criterion takes besides the output; None if it takes the output alone.
+        data: The input of the first stage.
+        label: The second argument of the criterion; None if it takes the output alone.
     """
 
     data: Any
@@ -59,12 +59,12 @@ class TrainingBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class BatchResult:
-    """What running a batch gave.
+    """Result of a batch.
 
     Attributes:
         output: The output of the model for the whole batch, on the rank of the last stage; else None.
-        loss: The mean loss of the batch, on every rank; None if it was not asked for.
-        weight: What the mean is over, on every rank; None where the criterion returns no pair.
+        loss: The mean loss of the batch, on every rank; None if it was not requested.
+        weight: Number of labels of the mean, on every rank; None if the criterion does not return pairs.
         num_samples: The number of samples of the batch.
     """
 
@@ -75,16 +75,16 @@ class BatchResult:
 
 
 class Pipeline:
-    """This rank's stages, and what runs a batch through all of them.
+    """This rank's stages, with the executors that run a batch through all stages.
 
     Args:
         model: This rank's stage, or a list of them; on `device`.
-        options: How it is run unless a call says otherwise.
+        options: Default options of a run.
         axis: The pipeline ranks.
-        tensor_axis: The ranks that share a stage, None where their activations differ.
+        tensor_axis: The ranks that share a stage, None if their activations differ.
         device: The device of this rank.
         precision: The precision of forward and backward.
-        data: The data-parallel method at work on `model`.
+        data: The data-parallel method applied to `model`.
         collection: Collects the auxiliary losses of stages; None without such losses, on all stages.
         fused_loss: Whether the model takes the labels, and returns its loss.
     """
@@ -118,11 +118,11 @@ class Pipeline:
         self._executors: dict[PipelineOptions, PipelineExecutor] = {}
         self._last_ranks: dict[PipelineOptions, int] = {}
         self._repeated = RepeatedTensors()
-        self._reductions = ReductionCheck(logs=axis.ranks[0] == 0)  # in one pipeline of all replicas
+        self._reductions = ReductionCheck(logs=axis.ranks[0] == 0)  # logs in one pipeline of all replicas
 
     @property
     def holds_last_stage(self) -> bool:
-        """Whether the output of the model is seen on this rank."""
+        """Whether this rank has the output of the model."""
         return self._last_rank(self.options) == self.axis.rank
 
     def run(
@@ -143,20 +143,20 @@ class Pipeline:
         With a backward, or for the loss, the last stage broadcasts three numbers.
 
         Args:
-            data: What the first stage takes, the same on every stage.
-            label: What the criterion takes beside the output; None: it takes the output alone.
+            data: The input of the first stage, the same on every stage.
+            label: The second argument of the criterion; None: it takes the output alone.
             criterion: The loss function; needed for a loss. It returns the mean over a microbatch, or a pair
-                (sum, count); the sum where the options or its `reduction` say so. Where neither states the
+                (sum, count); the sum if the options or its `reduction` state so. If neither states the
                 reduction it is called on parts of a microbatch, once; see [Note: means and sums].
             optimizer: The optimizer whose gradients are computed; None to run forward only.
-            num_parts: The gradients of losses without a weight are divided by it.
-            options: How to run it.
+            num_parts: Divisor of the gradients of losses without a weight.
+            options: Options of this run.
             return_loss: Return the loss, the same on all ranks.
             return_output: Keep the output.
-            sync: Whether the gradients of this batch, and those before it, are made equal over the replicas.
+            sync: Whether to synchronize the gradients of this batch, and those before it, over the replicas.
 
         Raises:
-            ValueError: A loss is needed and there is no criterion, the options do not fit the batch, or the
+            ValueError: A loss is needed and there is no criterion, `options` do not fit the batch, or the
                 outputs of microbatches cannot be put together.
         """
         options = options or self.options
@@ -242,8 +242,8 @@ class Pipeline:
             )
 
     def _make_equal(self) -> None:
-        """Make the gradients equal over the replicas, and those of shared weights over their stages."""
-        if self._shared and self._data.shards_gradients:  # afterwards no rank has all of them
+        """Synchronize the gradients over the replicas, and those of shared weights over their stages."""
+        if self._shared and self._data.shards_gradients:  # after `finish` no rank has all of them
             sync_shared_grads(self._shared)
         self._data.finish()
         if self._shared and not self._data.shards_gradients:
@@ -254,7 +254,7 @@ class Pipeline:
             self._data.set_sync(enabled=True, part=chunk)
 
     def _share_loss(self, tally: "_Tally", options: PipelineOptions) -> tuple[Tensor, Tensor | None]:
-        """Return loss and weight of the batch, which the last stage knows, and tell the optimizer."""
+        """Broadcast loss and weight of the batch from the last stage, and record them for the optimizer."""
         # MPS has no float64.
         dtype = torch.float32 if self._device.type == "mps" else torch.float64
         # (3,): a mean and _NO_WEIGHT; or a sum, its weight, and the unit of weights
@@ -262,6 +262,7 @@ class Pipeline:
         if tally.losses:
             numbers.copy_(tally.numbers(dtype))
         last = self.axis.ranks[self._last_rank(options)]
+        # All ranks of the pipeline join: the last stage sends three numbers.
         dist.broadcast(numbers, src=last, group=self.axis.group)
         value, weight, unit = numbers.unbind()
         is_weighted = weight.item() != _NO_WEIGHT
@@ -301,17 +302,17 @@ class Pipeline:
 
 
 class _Tally:
-    """The losses of the microbatches of a batch, as the last stage sees them one after the other.
+    """The losses of the microbatches of a batch, in the order of the last stage.
 
     Args:
         sizes: The number of samples of each microbatch.
         optimizer: The optimizer whose gradients are computed, if any; its backward starts here.
-        num_parts: What losses without a weight are divided by.
-        reduction: Whether those are the "mean" over a microbatch, or the "sum".
+        num_parts: Divisor of losses without a weight.
+        reduction: Reduction of these losses: the "mean" over a microbatch, or the "sum".
 
     Attributes:
-        losses: What there is yet.
-        factors: What each microbatch's loss is multiplied by for the backward; known once it is in `losses`.
+        losses: The losses so far.
+        factors: Factor of each microbatch's loss in the backward; final once its loss is in `losses`.
     """
 
     def __init__(
@@ -320,29 +321,29 @@ class _Tally:
         self.optimizer = optimizer
         self.losses: list[LossTerm] = []
         num_samples = sum(sizes)
-        # The part of each microbatch in the loss of the batch.
+        # The share of each microbatch in the loss of the batch.
         shares = self._shares = [1.0 if reduction == "sum" else size / num_samples for size in sizes]
         self._scale = 1.0 if optimizer is None else optimizer.start_backward()
         factor = self._scale / num_parts
         self.factors: list[Any] = [share * factor for share in shares]
 
     def take(self, number: int, loss: Any) -> Tensor:
-        """Take the loss of a microbatch; return the tensor that the backward starts from.
+        """Record the loss of a microbatch; return the tensor from which the backward starts.
 
         Raises:
-            ValueError: `loss` is not what a criterion may return, or only some losses of the batch have a
+            ValueError: `loss` is not a valid result of a criterion, or only some losses of the batch have a
                 weight.
         """
         given = _checked(loss)
         if self.losses and (given.weight is None) != (self.losses[0].weight is None):
             raise ValueError(
-                "the criterion returned a pair (sum, count) for some microbatches of a batch only: it must "
-                "do so for all, or for none"
+                "the criterion returned a pair (sum, count) for some microbatches of a batch only: return "
+                "one for all, or for none"
             )
         if given.weight is not None and self.optimizer is not None:
             factor = self.optimizer.factor_of_sum(given.weight) * self._scale
             self.factors[number] = factor.to(torch.promote_types(given.value.dtype, torch.float32))
-        # The mean of mse_loss is a number in a storage of all the squares, which a clone lets go.
+        # The mean of mse_loss is a view into a storage of all the squares; a clone frees it.
         self.losses.append(LossTerm(given.value.detach().clone(), given.weight, is_sum=given.is_sum))
         return given.value
 
@@ -364,7 +365,7 @@ class _Tally:
 
 
 def _hook(precision: Precision, name: str) -> Callable[..., Any] | None:
-    """Return a hook of a precision; None where it inherits that of `Precision`, which changes nothing."""
+    """Return a hook of a precision; None if it is inherited from `Precision`, and so changes nothing."""
     is_inherited = getattr(type(precision), name) is getattr(Precision, name)
     return None if is_inherited else getattr(precision, name)
 

@@ -1,4 +1,4 @@
-"""The plan: over which mesh, with which methods and options a model is trained. Both doors produce one."""
+"""Plan: the mesh, the methods and their options for training a model, from a config or a plugin."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
@@ -40,36 +40,36 @@ from colossalai.runtime.methods import (
 from colossalai.runtime.recomputation import Segments
 from colossalai.shardformer import NamedRules, Rule
 
-_NOT_CHOICES = {"layout", "data", "precision", "cuts", "made_for"}  # `describe` writes these otherwise
+_NOT_CHOICES = {"layout", "data", "precision", "cuts", "made_for"}  # `describe` writes these in another form
 _OMITTED = {"stage", "bucket_cap_mb"}  # the label has the one, and each plugin its own default of the other
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Over which mesh, and with which methods, a model is trained.
+    """The mesh, the methods and their options for training a model.
 
     Attributes:
         layout: The extents of the mesh: data, pipeline, tensor (with its mode: sequences, too) and expert
-            parallelism. None: as the job was launched.
-        data: How the replicas along `dp` are kept equal.
+            parallelism. None: the layout of the launch.
+        data: The data-parallel method of the replicas along `dp`.
         precision: The precision of forward and backward.
         recompute: Parts that are checkpointed: True for the model's blocks, or names of sub-modules, or one.
         compile: Whether the model's blocks are compiled, or the options of `torch.compile` for it.
         fused_loss: Whether a language model that is given labels computes its loss in training in chunks,
             without logits.
-        accumulation_steps: Number of microbatches that make one optimizer step.
+        accumulation_steps: Number of microbatches in one optimizer step.
         clip_grad_norm: Bound of the gradient norm; 0 for none.
         clip_norm_type: The p of that norm.
         gradient_handlers: One dict for each gradient handler, with its registered `type`.
-        pipeline: How the model is cut into stages and a batch goes through them; None: it is not.
-        cuts: How tensor parallelism cuts layers, by the names of modules in the whole model; "" is the model
-            itself. Layers built for no tensor mode are then plain ones. None: by the classes of the modules.
-            An empty mapping: nothing is cut.
-        sync_batch_norm: Whether batch norms take mean and variance over the parts of the batch on all
-            replicas; in a pipeline, or with accumulation, of each microbatch. Otherwise each takes those of
-            its own part.
-        made_for: Names and shapes of the parameters of the whole model that the plan was made for, which
-            another one is refused by; None: it is for any model.
+        pipeline: Options of the stages and their schedule; None: no pipeline.
+        cuts: Rules of tensor parallelism for layers, by the names of modules in the whole model; "" is the
+            model itself. Layers built for no tensor mode are then plain ones. None: by the classes of the
+            modules. An empty mapping: nothing is cut.
+        sync_batch_norm: Whether batch norms compute mean and variance over the parts of the batch on all
+            replicas; in a pipeline, or with accumulation, of each microbatch. Otherwise over their own
+            part.
+        made_for: Names and shapes of the parameters of the whole model that the plan was made for; another
+            model is refused. None: the plan is for any model.
     """
 
     layout: Layout | None = None
@@ -95,8 +95,8 @@ class Plan:
         self._check_layers()
         if self.compile is not False and not self.data.allows_compile:
             raise ValueError(
-                f"compile and {self.data.name_in_pairs} cannot be combined: a compiled forward does not let "
-                "uses of parameters be seen as they come: leave compile out, or use ZeRO 2 or FSDP"
+                f"compile and {self.data.name_in_pairs} cannot be combined: a compiled forward hides the "
+                "order of uses of parameters: leave compile out, or use ZeRO 2 or FSDP"
             )
         if self.data.in_pipeline not in (None, self.pipeline is not None):
             has = "has one" if self.pipeline is not None else "has none"
@@ -107,14 +107,14 @@ class Plan:
             )
 
     def __str__(self) -> str:
-        """Return the choices that differ from the defaults, for people; `repr` has all of it."""
+        """Return the choices that differ from the defaults, for readers; `repr` has all of them."""
         return self.describe("the model's own precision")
 
     def describe(self, own_precision: str) -> str:
         """Return the extents of the mesh, the methods, and the choices that differ from the defaults.
 
         Args:
-            own_precision: The name of the precision that the model has by itself.
+            own_precision: The name of the model's own precision.
         """
         choices = _choices(self, {each.name for each in fields(self)} - _NOT_CHOICES)
         cuts = [] if self.cuts is None else [f"cuts={len(self.cuts)} modules by name"]
@@ -124,7 +124,7 @@ class Plan:
         return ", ".join([*extents, data, precision, *choices, *cuts])
 
     def resolve(self, model: nn.Module, mesh: Mesh, device: torch.device) -> "Plan":
-        """Return the plan without choices that depend on the devices; collective if there is one.
+        """Return the plan with choices that depend on the devices resolved; collective if there is one.
 
         Args:
             model: The model.
@@ -133,7 +133,7 @@ class Plan:
         """
 
         def agree(verdict: bool) -> bool:
-            # One byte from rank 0: processors, and versions of torch, may differ between machines.
+            # One byte from rank 0 to all ranks: processors, and versions of torch, can differ.
             sent = torch.tensor([verdict], dtype=torch.uint8, device=device)
             return bool(broadcast(sent, 0, mesh.axis(tuple(mesh.axes))))
 
@@ -141,7 +141,7 @@ class Plan:
         return self if precision is self.precision else replace(self, precision=precision)
 
     def _replacing_methods(self) -> tuple[str, ...]:
-        """Return the methods that replace parameters, which functions of a user's own use as they are."""
+        """Return the methods that replace parameters, which functions of the user read."""
         replacing = {
             "a pipeline": self.pipeline is not None,
             "`cuts` of layers": bool(self.cuts),
@@ -151,7 +151,7 @@ class Plan:
         return tuple(method for method, is_used in replacing.items() if is_used)
 
     def _check_layers(self) -> None:
-        """Refuse cuts that no ranks share, and batch norms of parts that a tensor mode cuts again."""
+        """Refuse cuts without ranks to share them, and batch norms of parts that a tensor mode cuts again."""
         layout = self.layout or Layout()
         if self.cuts and (layout.tensor == 1 or layout.alike_axis is None):
             raise ValueError(
@@ -169,12 +169,12 @@ class Plan:
         """Return the methods in the order in which `assemble` applies them."""
         pipeline, is_in_stages = self.pipeline, self.pipeline is not None
         methods = (
-            # First: a rank shards, moves and compiles nothing of the stages of other ranks.
+            # First: a rank shards, moves and compiles only its own stages.
             pipeline is not None and PipelineStages(pipeline, self.precision, self.fused_loss),
             UserShards(self._replacing_methods()),
             ModelShards(self.cuts, pipeline),
             BatchNorms(self.sync_batch_norm, bool(self.recompute), is_in_stages),
-            # Of a lazy model only the shards of this rank get memory.
+            # On a lazy model only this rank's shards get memory.
             ParamValues(self.precision, self.data),
             # Before parameters are cast: stages hold equal values of the weights that they share.
             pipeline is not None and TiedWeights(pipeline),
@@ -183,7 +183,7 @@ class Plan:
             self.compile is not False and CompiledBlocks(self.compile, pipeline),
             bool(self.recompute) and Recomputation(self.recompute, is_in_stages),
             self.fused_loss and FusedLoss(),
-            # The data method is around the precision: it reduces the gradients of what is stored.
+            # The data method wraps the precision: it reduces the gradients of the stored parameters.
             not is_in_stages and ComputePrecision(self.precision),
             DataParallelism(self.data),
             # Last: optimizers update the masters and shards of all other methods.
@@ -217,7 +217,7 @@ class Plan:
 
         Args:
             config: The config, checked or not.
-            pipeline: How the pipeline is run, for a caller that does not leave it to the config.
+            pipeline: Options of the pipeline, for a caller that replaces those of the config.
             auto: The plan of Colossal-Auto that `auto` in the config contains; the config adds features that
                 the plan leaves open.
 
@@ -229,8 +229,8 @@ class Plan:
                 return Plan(**fields_of_config(config, pipeline))
             if pipeline is not None:
                 raise ConfigException(
-                    "the schedule that initialize is given, and `auto` of the config, both say how a "
-                    "pipeline is run: leave one of them out"
+                    "the schedule that initialize is given, and `auto` of the config, both determine the run "
+                    "of a pipeline: leave one of them out"
                 )
             return replace(auto, **plan_fields(config))
         except ValueError as error:
@@ -238,7 +238,7 @@ class Plan:
 
 
 def _extents(layout: Layout) -> str:
-    """Return "tp 2 x pp 2 x dp 1", without what has one rank but for `dp`, the last."""
+    """Return "tp 2 x pp 2 x dp 1"; parts of one rank are left out, except `dp`, the last."""
     mode = "" if layout.mode in (None, "1d") else f" ({layout.mode})"
     experts = f" (ep {layout.expert})" if layout.expert > 1 else ""
     parts = [
@@ -252,7 +252,7 @@ def _extents(layout: Layout) -> str:
 
 def _with_choices(label: str, option: Any) -> str:
     """Return a label, with the fields of an option that differ from their defaults."""
-    if not is_dataclass(option):  # a precision of the user's own
+    if not is_dataclass(option):  # a user's precision
         return label
     choices = _choices(option, {each.name for each in fields(option) if each.init and each.repr} - _OMITTED)
     return f"{label} ({', '.join(choices)})" if choices else label

@@ -1,6 +1,6 @@
-"""Fields of a plan that several keys of a config determine: data method, precision, pipeline, clipping.
+"""Fields of a plan that depend on several keys of a config: data method, precision, pipeline, clipping.
 
-What one key determines by itself is in the table of features (`colossalai.context`).
+Fields that depend on a single key are in the table of features (`colossalai.context`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ def fields_of_config(config: Config, pipeline: PipelineOptions | None = None) ->
 
     Args:
         config: The config.
-        pipeline: How the pipeline is run, for a caller that does not leave it to the config.
+        pipeline: Options of the pipeline, for a caller that replaces those of the config.
 
     Raises:
         ValueError: A feature has a wrong value, or two features exclude each other.
@@ -53,13 +53,13 @@ def _precision_of(config: Config, gemini: GeminiOptions | None) -> Precision:
         return gemini.make_precision()
     if gemini is not None and "precision" in config["gemini"]:
         raise ConfigException(
-            "fp16 and gemini both say a precision: leave one of fp16 and gemini.precision out"
+            "fp16 and gemini both set a precision: leave one of fp16 and gemini.precision out"
         )
     return FullPrecision() if fp16 is None else precision_of_config(fp16)
 
 
 def _clipping_of(config: Config, gemini: GeminiOptions | None) -> dict[str, float]:
-    """Return bound and p of the gradient norm, which naive AMP and Gemini are documented to take along."""
+    """Return bound and p of the gradient norm, which are also documented options of naive AMP and Gemini."""
     bound = config.get("clip_grad_norm") or (config.get("fp16") or {}).get("clip_grad_norm") or 0.0
     if gemini is None:
         return {"clip_grad_norm": bound}
@@ -96,7 +96,7 @@ def _refuse_pipeline_keys(config: Config) -> None:
         if written.get(key) is not None:
             raise ConfigException(
                 f"parallel.pipeline.{key} is {written[key]!r}, and the schedule that initialize is given "
-                f"says how batches are run: take {key} out of the config, and pass it there"
+                f"determines the run of batches: take {key} out of the config, and pass it there"
             )
 
 
@@ -130,7 +130,7 @@ def data_method(zero_stage: int, *, in_pipeline: bool, cpu_offload: bool = False
     Args:
         zero_stage: 0 for replicas, 1 to 3.
         in_pipeline: Whether the model is cut into stages.
-        cpu_offload: Whether what is sharded lies in host memory.
+        cpu_offload: Whether sharded tensors are in host memory.
     """
     if zero_stage == 3:
         return FullySharded(cpu_offload=cpu_offload)

@@ -1,13 +1,13 @@
-"""Methods of transformers and peft that are refused on a model under a plan, with what to do instead.
+"""Methods of transformers and peft that are refused on a model under a plan, with replacements.
 
-Two kinds. Some give a model other parameters: the optimizer, the buckets and slices of a data method and the
-ranks that hold the same parameter rely on those that were there before. Some export what is in this process,
-which under many plans is a part of the model.
+There are two kinds. Some give a model other parameters, while the optimizer, the buckets and slices of a data
+method and the ranks that hold the same parameter rely on the present ones. Some export the tensors of this
+process, which under many plans are a part of the model.
 
 [Note: refused on the model itself]
-A refusal takes the place of the method on the model that was given and on its submodules, since scripts keep
-both. It ends with the plan: with the wrapper that `boost` returned, or with the job. A copy of the model
-belongs to no plan.
+A refusal replaces the method on the given model and on its submodules, since scripts keep references to both.
+It ends with the plan: with the wrapper that `boost` returned, or with the job. A copy of the model has no
+plan.
 """
 
 import copy
@@ -25,7 +25,7 @@ _CHANGING = (
     *("set_input_embeddings", "set_output_embeddings"),
     *("add_adapter", "add_weighted_adapter", "delete_adapter"),
 )
-_EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # the last two of a model of peft
+_EXPORTING = ("save_pretrained", "merge_and_unload", "unload")  # the last two of peft models
 _INSTEAD = (
     "booster.save_model(model, folder, shard=True, use_safetensors=True), or with an Engine save_model of "
     "colossalai.checkpoint_io, which writes the weights of all ranks and the config (or give the whole "
@@ -38,14 +38,14 @@ _INSTEAD_OF_PEFT = (
 
 
 class RefusedCall:
-    """The refusal of a method, in its place on a module.
+    """Refusal of a method, set in its place on a module.
 
     Args:
         owner: The module.
         name: Name of the method.
-        reason: Why it is refused, and what to do instead.
-        wrapper: Of the model under the plan; None: of a copy, which has no plan.
-        unless: An argument by name with which the method is right under a plan, too.
+        reason: Reason of the refusal, and a replacement.
+        wrapper: Wrapper of the model under the plan; None for a copy, which has no plan.
+        unless: Name of an argument with which the method is right under a plan, too.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class RefusedCall:
         self._unless = unless
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse; call the method where the plan has ended.
+        """Raise an error; after the end of the plan, call the method.
 
         Raises:
-            ValueError: The plan has not ended, and the argument that makes it right is not given.
+            ValueError: The plan has not ended, and the argument `unless` is not given.
         """
         owner = self._owner()
         is_right = kwargs.get(self._unless) is not None
@@ -70,21 +70,21 @@ class RefusedCall:
         return getattr(type(owner), self._name)(owner, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "RefusedCall":
-        """Return what calls the method of a copy of the owner, which is being made."""
+        """Return a callable for the same method on the copy of the owner, which is being made."""
         return RefusedCall(copy.deepcopy(self._owner(), memo), self._name, self._reason, None)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Be the method itself on a copy of the owner; see [Note: refused on the model itself]."""
+        """Pickle as the method itself of the owner's copy; see [Note: refused on the model itself]."""
         return getattr, (self._owner(), self._name)
 
 
 def refuse_calls(models: Iterable[nn.Module], wrapper: nn.Module, *, is_alone: bool, is_whole: bool) -> None:
-    """Put refusals in the place of methods that would be wrong without a message, or fail within torch.
+    """Replace methods by refusals that would be wrong without a message, or fail within torch.
 
     Args:
-        models: The model as it was given, and what the stages of a pipeline have made of it.
-        wrapper: What `boost` returns; the refusals end with it.
-        is_alone: Whether no other rank, no slice and no master depends on which parameters the model has.
+        models: The given model, and the modules that its pipeline stages were made of.
+        wrapper: The result of `boost`; the refusals end with it.
+        is_alone: Whether no other rank, no slice and no master depends on the set of the model's parameters.
         is_whole: Whether this rank holds all of it in plain parameters.
     """
     for module in (module for model in models for module in model.modules()):
@@ -106,12 +106,12 @@ def refuse_calls(models: Iterable[nn.Module], wrapper: nn.Module, *, is_alone: b
                     name,
                     f"this rank holds a part of the model: let every rank call {instead}",
                     wrapper,
-                    unless="" if is_of_peft else "state_dict",  # a whole one, which the user has gathered
+                    unless="" if is_of_peft else "state_dict",  # a whole state, which the user has gathered
                 )
 
 
 def _methods(module: nn.Module, names: tuple[str, ...]) -> Iterator[str]:
-    """Yield those names that are methods which a library has given to the class of a module."""
+    """Yield those names that are methods from a library on the class of a module."""
     theirs = [base for base in type(module).__mro__ if base.__module__.partition(".")[0] in _LIBRARIES]
     return (name for name in names if any(name in vars(base) for base in theirs))
 

@@ -1,8 +1,7 @@
-"""Save everything of a run in a folder and go on from there: the one mechanism behind both doors.
+"""Training states: saving all parts of a run in a folder, and resuming it, for Engine and Booster.
 
-What a run needs to go on as if it had never stopped: model, optimizer, scheduler, loss scale, random
-states, the position in the data. `colossalai.checkpoint_io` knows how to write these; here is said what they
-are for a model and an optimizer that went through a door.
+The parts are model, optimizer, scheduler, loss scale, random states, and the position in the data.
+`colossalai.checkpoint_io` writes them; this module collects them from an assembled model and optimizer.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,15 +30,15 @@ from colossalai.runtime._wrapper import ModelWrapper
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What is saved and loaded together; what is None is left out.
+    """The parts of a run that are saved and loaded together; None is skipped.
 
     Attributes:
-        model: The model, as a door returned it or as it was given.
+        model: The model, boosted, initialized or as it was given.
         optimizer: Its optimizer, likewise.
         lr_scheduler: A scheduler of the optimizer.
-        dataloader: A loader that knows its position.
-        settings: What `settings_of` returns, for people to read.
-        is_in_window: Whether gradients of a part of an accumulation window are there.
+        dataloader: A loader with a position.
+        settings: The result of `settings_of`, for readers.
+        is_in_window: Whether there are gradients of a part of an accumulation window.
     """
 
     model: nn.Module
@@ -52,11 +51,11 @@ class Run:
 
 @dataclass(frozen=True)
 class Resumed:
-    """Where a run goes on.
+    """Position at which a run resumes.
 
     Attributes:
-        step: The number of steps done, as it was saved.
-        epoch: The epoch that the next batch belongs to, from 0; None if nobody has said.
+        step: The number of completed steps, as saved.
+        epoch: Epoch of the next batch, from 0; None if it was not given.
         extra: The caller's own values.
     """
 
@@ -77,26 +76,26 @@ def save_run(
     every: int = 1,
     buffer_size: float = 512,
 ) -> Path | None:
-    """Save a run as `folder/step-<step>`, if it is time; collective.
+    """Save a run as `folder/step-<step>`, if `every` divides `step`; collective.
 
     Args:
         folder: The folder of the run's training states.
         run: The run.
-        step: The number of steps done.
-        epoch: The epoch that the next batch belongs to, from 0; default: that of the loader.
+        step: The number of completed steps.
+        epoch: Epoch of the next batch, from 0. Default: the loader's.
         extra: Plain values of the caller's own.
         save_async: Return when everything is copied to host memory, and write in the background.
-        keep_last: How many training states stay in the folder.
-        every: Save only where `step` is a multiple.
-        buffer_size: The most memory, in MB, that writing takes on a rank beside what is saved.
+        keep_last: Number of training states to keep in the folder.
+        every: Save only if `step` is a multiple.
+        buffer_size: Largest buffer for writing on a rank, in MB, in addition to the saved tensors.
 
     Returns:
-        The path of the training state; None if it was not time.
+        The path of the training state; None if it was not saved.
 
     Raises:
         ValueError: `step`, `every`, `keep_last` or another option is out of range, a value cannot be saved,
-            or an accumulation window is under way.
-        OSError: The training state cannot be written; on all ranks. The last `keep_last` ones stay.
+            or an accumulation window is open.
+        OSError: The training state cannot be written; on all ranks. The last `keep_last` ones remain.
     """
     _check_options(step=step, epoch=epoch, extra=extra, every=every, keep_last=keep_last)
     if step % every:
@@ -116,7 +115,7 @@ def save_run(
 
 
 def _check_options(*, step: object, epoch: object, extra: object, every: object, keep_last: object) -> None:
-    """Refuse what is of another type or out of range, before a rank begins to write."""
+    """Refuse options of another type or out of range, before a rank begins to write."""
     for name, value, least in (("step", step, 0), ("every", every, 1), ("keep_last", keep_last, 1)):
         if type(value) is not int or value < least:
             raise ValueError(f"{name} is {value!r}; it must be an integer of at least {least}")
@@ -129,21 +128,21 @@ def _check_options(*, step: object, epoch: object, extra: object, every: object,
 
 
 def resume_run(folder: str | Path, run: Run, *, buffer_size: float = 512) -> Resumed | None:
-    """Load the newest complete training state of a folder, or the one that a path is; collective.
+    """Load the newest complete training state of a folder, or a given one; collective.
 
-    Gradients are forgotten.
+    Gradients are cleared.
 
     Args:
         folder: The folder, or a path that `save_run` returned.
-        run: What to overwrite.
-        buffer_size: The most memory, in MB, that loading takes on a rank beside what is loaded.
+        run: The parts to overwrite.
+        buffer_size: Largest buffer for loading on a rank, in MB, in addition to the loaded tensors.
 
     Returns:
-        Where the run goes on; None if there is no training state, and nothing has been changed.
+        Position of the run; None if there is no training state, and nothing has been changed.
 
     Raises:
-        ValueError: All training states are damaged, or the newest complete one lacks a part or has other
-            names or shapes; nothing was overwritten.
+        ValueError: All training states in `folder` are damaged, or the newest complete one lacks a part or
+            has other names or shapes; nothing was overwritten.
         OSError: The training state cannot be read.
     """
     found: dict[str, Any] | None = resume_training_state(
@@ -157,17 +156,17 @@ def resume_run(folder: str | Path, run: Run, *, buffer_size: float = 512) -> Res
 
 
 def settings_of(plan: Plan, mesh: Mesh, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how a run is set up, as plain values: the ranks, the plan in full, the config as written."""
+    """Return the settings of a run as plain values: the ranks, the plan in full, the config as written."""
     return {"mesh": dict(mesh.axes), "plan": _readable(plan), "config": _readable(config)}
 
 
 def with_position(dataloader: object) -> Stateful | None:
-    """Return a loader if it knows its position, else None, and say so once."""
+    """Return a loader if it has a position, else None, with one line in the log."""
     if dataloader is None or _knows_position(dataloader):
         return dataloader
     get_dist_logger().log_once(
-        f"training states will not hold the position in the data: {type(dataloader).__name__} does not know "
-        "it, colossalai.utils.get_dataloader makes a loader that does",
+        f"training states will not hold the position in the data: {type(dataloader).__name__} has none, "
+        "colossalai.utils.get_dataloader makes a loader with one",
         ranks=[0],
     )
     return None
@@ -177,7 +176,7 @@ def _training_state(run: Run) -> TrainingState:
     if run.dataloader is not None and not _knows_position(run.dataloader):
         raise ValueError(
             f"the dataloader, a {type(run.dataloader).__name__}, has no state_dict and load_state_dict: "
-            "plugin.prepare_dataloader and colossalai.utils.get_dataloader make one that knows its position; "
+            "plugin.prepare_dataloader and colossalai.utils.get_dataloader make a loader with a position; "
             "or leave it out"
         )
     optimizer = run.optimizer
@@ -201,7 +200,7 @@ def _epoch_of(dataloader: Stateful | None) -> int | None:
 
 
 def _readable(value: Any) -> Any:
-    """Return options as values that JSON can hold; an object is its class and its fields."""
+    """Return options as values for JSON; an object as its class and its fields."""
     if is_dataclass(value) and not isinstance(value, type):
         options = {each.name: _readable(getattr(value, each.name)) for each in fields(value) if each.repr}
         return {"type": type(value).__name__, **options}
@@ -215,30 +214,30 @@ def _readable(value: Any) -> Any:
 
 
 def save_moe_model(model: nn.Module, save_path: str | Path) -> None:
-    """Save a model with experts, all of them, in one file; every rank calls it, rank 0 writes.
+    """Save a model with all its experts in one file; every rank calls it, rank 0 writes.
 
-    It is `save_model` by its documented name: what it writes loads under any expert-parallel size, and in one
+    It is `save_model` by its documented name: the file loads under any expert-parallel size, and in one
     process by `load_state_dict`.
 
     Args:
-        model: The model, as a door returned it or as it was given.
+        model: The model, boosted, initialized or as it was given.
         save_path: The file.
 
     Raises:
-        OSError: The file cannot be written; on all ranks. What was there before is still there.
+        OSError: The file cannot be written; on all ranks. An earlier file is not lost.
     """
     save_model(_raw(model), save_path)
 
 
 def load_moe_model(model: nn.Module, load_path: str | Path) -> LoadReport:
-    """Load a model with experts, of which each rank reads its own; every rank calls it.
+    """Load a model with experts; every rank calls it and reads its own experts.
 
     Args:
-        model: The model, as a door returned it or as it was given.
-        load_path: What `save_moe_model` or `save_model` wrote.
+        model: The model, boosted, initialized or as it was given.
+        load_path: A file of `save_moe_model` or `save_model`.
 
     Returns:
-        What did not fit: nothing.
+        The report of names that did not fit, which is empty.
 
     Raises:
         ValueError: `load_path` is damaged, or its names or shapes are not the model's; nothing was

@@ -1,7 +1,7 @@
-"""One optimizer step out of a window of microbatches.
+"""Training step: one optimizer step for a window of microbatches.
 
 The loss of each microbatch is divided by the window's length once, here, unless losses have weights; only the
-last microbatch of a window communicates; then the gradients go through the handlers, are clipped, and the
+last microbatch of a window communicates; then gradient handlers run, gradients are clipped, and the
 parameters are updated.
 """
 
@@ -18,7 +18,7 @@ from colossalai.runtime._epoch import EpochWatch
 from colossalai.runtime._pipeline import BatchResult, Criterion
 from colossalai.runtime._wrapper import ModelWrapper
 
-# What the watchdog calls the parts of a step.
+# Names of the parts of a step in reports of the watchdog.
 _FORWARD, _BACKWARD = section("the forward"), section("the backward")
 _PIPELINE, _UPDATE = section("the pipeline"), section("the optimizer step")
 
@@ -39,7 +39,7 @@ class TrainingStep:
         model: The assembled model.
         optimizer: Its assembled optimizer; None for a model that is only run.
         accumulation_steps: Length N of a window.
-        sync_grads: What makes gradients equal over the ranks after the backward, in order.
+        sync_grads: Functions that synchronize gradients over the ranks after the backward, in order.
 
     Attributes:
         loss_weight: The weight of the loss of the last batch, a scalar; None if it has none.
@@ -76,11 +76,11 @@ class TrainingStep:
 
     @property
     def optimizer_or_none(self) -> OptimizerWrapper | None:
-        """The optimizer, None if there is none."""
+        """The optimizer, or None."""
         return self._optimizer
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model on a microbatch; with a pipeline that is for `run_pipeline` to do."""
+        """Run the model on a microbatch; a pipeline runs in `run_pipeline`."""
         if self.accumulation_steps > 1 and torch.is_grad_enabled() and self.model.training:
             self.model.set_sync(self._closes_window())
         with _FORWARD:
@@ -91,18 +91,18 @@ class TrainingStep:
 
         Args:
             loss: The mean, or a pair (sum, count).
-            weight: What the mean is over: then all of the window and of all ranks counts by its weight.
+            weight: Number of labels of the mean, the weight of the loss in the window and over all ranks.
 
         Raises:
-            ValueError: `loss` is not what a criterion returns, `weight` is negative or not one number, or
-                only some of the losses of a window have one.
+            ValueError: `loss` is not a valid loss, `weight` is negative or not one number, or only some of
+                the losses of a window have a weight.
         """
         given = read_loss(loss, weight)
         check_loss(given.value)
         self.loss_weight = given.weight
         model = self.model
         if not model.syncs and not model.is_in_no_sync and self._closes_window():
-            model.set_sync(True)  # there was no forward in training mode that said so
+            model.set_sync(True)  # there was no forward in training mode that set it
         if given.weight is None and self.accumulation_steps > 1:
             given = LossTerm(given.value / self.accumulation_steps)
         with _BACKWARD:
@@ -152,7 +152,7 @@ class TrainingStep:
             gradients.
 
         Raises:
-            ValueError: With accumulation, no backward or `zero_grad` came since the step before.
+            ValueError: With accumulation, there was no backward or `zero_grad` since the last step.
         """
         if self.optimizer.is_stepped_again:  # alike on all ranks
             if self.accumulation_steps > 1:
@@ -183,19 +183,19 @@ class TrainingStep:
 
     @property
     def short_window_factor(self) -> float:
-        """What the gradients will be multiplied by if the present microbatch closes its window too early.
+        """Factor of the gradients if the present microbatch closes its window early, else 1.
 
-        So it does at the end of an epoch: then the losses were divided by too much, unless they have weights.
+        At the end of an epoch the losses were divided by a too large number, unless they have weights.
         """
         is_divided = not self.optimizer.gradients.weights.are_used
         return self.accumulation_steps / (self._done + 1) if is_divided and self._closes_window() else 1.0
 
     def restart_window(self) -> None:
-        """Forget the microbatches of the present window, whose gradients somebody else has dropped."""
+        """Drop the microbatches of the present window; the caller has cleared their gradients."""
         self._done = 0
 
     def zero_grad(self) -> None:
-        """Forget the gradients, unless a window is under way."""
+        """Clear the gradients, unless a window is open."""
         if self._done == 0:
             self.optimizer.zero_grad()
 

@@ -1,4 +1,4 @@
-"""What a door returns for a model: it computes through the methods and looks like the model given."""
+"""Model wrapper of `boost` and `initialize`: runs the methods, with the interface of the given model."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from colossalai import checkpoint_io
-from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented beside ModelWrapper
+from colossalai.amp import OptimizerWrapper as OptimizerWrapper  # documented with ModelWrapper
 from colossalai.context import Mesh, get_current_device
 from colossalai.nn.parallel import AppliedDataMethod, AppliedModel
 from colossalai.runtime._pipeline import Pipeline
@@ -19,14 +19,14 @@ from colossalai.runtime._pipeline import Pipeline
 class ModelWrapper(AppliedModel):
     """A model with the methods of a plan applied.
 
-    Forward goes through the methods; names and attributes are those of the model (see `AppliedModel`), except
+    Forward runs through the methods; names and attributes are those of the model (see `AppliedModel`), except
     `module`, `data`, `pipeline`, `takes_labels`, `trained_by`, `parts`, `syncs`, `is_in_no_sync` and
     `optimizers`, which are those of the wrapper.
 
     Args:
-        raw: The model that was given.
-        data: The data-parallel method at work on the same with the other methods around it.
-        pipeline: What runs it, if it is only a part of a model.
+        raw: The given model.
+        data: The data-parallel method applied to the model with its other methods.
+        pipeline: The pipeline that runs it, if it is only a part of a model.
         fused_loss: Whether it takes labels, and returns its loss in training without logits.
         trained_by: The optimizers of its parameters.
         parts: The ranks that hold the model together, if this one holds slices or stages of it.
@@ -51,14 +51,14 @@ class ModelWrapper(AppliedModel):
         self.is_in_no_sync = False
         self.trained_by = tuple(trained_by)
         self.parts = parts
-        self.optimizers: tuple[Any, ...] = ()  # those whose steps wait for the end of a window
+        self.optimizers: tuple[Any, ...] = ()  # optimizers whose steps are delayed to the end of a window
         self._stand_for(raw)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; see the base class.
 
         Raises:
-            ValueError: The module is a stage of a pipeline, and not a whole model.
+            ValueError: The module is a stage of a pipeline, not a whole model.
         """
         if self.pipeline is not None:
             raise ValueError(
@@ -68,18 +68,18 @@ class ModelWrapper(AppliedModel):
         return super().forward(*args, **kwargs)
 
     def register_forward_method(self, name: str) -> None:
-        """Let a method of the model run as its forward does, when it is called on this wrapper.
+        """Make a method of the model run as its forward does, when it is called on this wrapper.
 
-        Its inputs and outputs are converted and its operations cast by the precision, hooks of the model run
-        around it, FSDP gathers parameters for it, and its gradients are averaged during the backward. Where
-        it calls `self(...)` FSDP gives the parameters of the model itself back after that: use them before,
+        The precision converts its inputs and outputs and casts its operations, hooks of the model run
+        around it, FSDP gathers parameters for it, and its gradients are averaged during the backward. If
+        it calls `self(...)` FSDP reshards the parameters of the model itself after that: use them before,
         or call `self.forward(...)`.
 
         Args:
             name: Name of the method, such as "compute_loss".
 
         Raises:
-            ValueError: The model has no such method, it is forward, or the model is a stage of a pipeline.
+            ValueError: `name` is not a method of the model, it is forward, or the model is a pipeline stage.
         """
         raw = self.unwrap()
         if self.pipeline is not None:
@@ -109,7 +109,7 @@ class ModelWrapper(AppliedModel):
                 raw.forward = own
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            restore()  # what the method calls is the forward of the model again
+            restore()  # so that calls of the model in the method run its own forward
             return method(*args, **kwargs)
 
         raw.forward = run
@@ -126,7 +126,7 @@ class ModelWrapper(AppliedModel):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within the block, forward and backward add to the gradients of this rank without communication."""
+        """Context in which forward and backward add to this rank's gradients without communication."""
         self.is_in_no_sync = True
         try:
             with super().no_sync():
@@ -135,7 +135,7 @@ class ModelWrapper(AppliedModel):
             self.is_in_no_sync = False
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the state of the model that was given, under its own names.
+        """Return the state of the given model, under its own names.
 
         Under tensor, expert and pipeline parallelism and Gemini the values are whole, in host memory, on
         every rank; all ranks call it. FSDP has DTensors. With `keep_vars` they are parameters of this rank.
@@ -154,11 +154,11 @@ class ModelWrapper(AppliedModel):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load a state into the model that was given; all ranks load the same whole values.
+        """Load a state into the given model; all ranks load the same whole values.
 
         Raises:
             ValueError: `assign` is set, and this rank holds parts of the model; or names or shapes in
-                `state_dict` are not the model's, where ranks hold slices or stages.
+                `state_dict` are not the model's, if ranks hold slices or stages.
         """
         if self.parts is not None:
             if assign:

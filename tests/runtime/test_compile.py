@@ -138,11 +138,11 @@ def test_what_cannot_be_compiled_is_said(mesh, monkeypatch):
         match=r"compile: torch.compile refuses its options: InvalidBackend: Invalid backend: 'none'",
     ):
         run(Plan(compile={"backend": "none"}), mesh, Net())
-    with pytest.raises(ValueError, match=r"the model is what torch.compile.* compile=True to Booster"):
+    with pytest.raises(ValueError, match=r"the model is a result of torch.compile.* compile=True to Booster"):
         run(Plan(), mesh, torch.compile(Net()))
     model = Net()
     model.blocks[1] = torch.compile(model.blocks[1])
-    with pytest.raises(ValueError, match=r"the model's blocks\.1 is what torch.compile"):
+    with pytest.raises(ValueError, match=r"the model's blocks\.1 is a result of torch.compile"):
         run(Plan(), mesh, model)
     monkeypatch.setenv("CXX", "no-such-compiler")
     with pytest.raises(

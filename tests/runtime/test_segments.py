@@ -377,8 +377,8 @@ class ReturnsADict(Block):
 
 
 REFUSED = [
-    (with_an_operation, Block, r"the model uses \(aten\.add\.Tensor\) what comes out between two blocks"),
-    (with_all_outputs, Block, r"the model uses \(aten\.stack\.default\) what comes out between two blocks"),
+    (with_an_operation, Block, r"the model uses \(aten\.add\.Tensor\) the output between two blocks"),
+    (with_all_outputs, Block, r"the model uses \(aten\.stack\.default\) the output between two blocks"),
     (with_another_input, Block, r"'blocks\.1' does not get the output of 'blocks\.0', as it is"),
     (with_changing_masks, Block, r"argument 2 is another one for 'blocks\.1' than for 'blocks\.0'"),
     (with_changing_scales, Block, r"scale is another one for 'blocks\.1' than for 'blocks\.0'"),

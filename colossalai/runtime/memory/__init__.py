@@ -1,4 +1,4 @@
-"""Memory of a rank by formula: what training takes, and all the models of RLHF; and what is free."""
+"""Memory of a rank: formulas for training and for the models of RLHF, and the available memory."""
 
 from colossalai.runtime.memory._available import device_bytes as device_bytes
 from colossalai.runtime.memory._available import free_bytes as free_bytes

@@ -1,4 +1,4 @@
-"""Memory that a rank may still take: of its accelerator, or its share of what the host has."""
+"""Available memory of a rank: of its accelerator, or its share of the host's memory."""
 
 import os
 
@@ -7,10 +7,10 @@ import torch
 
 
 def free_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank may still take on its device.
+    """Return the available bytes of this rank on its device.
 
-    On an accelerator also what torch has reserved and does not use. On a CPU the memory that is available,
-    divided by the ranks of this host (`LOCAL_WORLD_SIZE`), which grow alike.
+    On an accelerator they include memory that torch has reserved and does not use. On a CPU the available
+    memory is divided by the ranks of this host (`LOCAL_WORLD_SIZE`), which grow alike.
     """
     if device.type == "cpu":
         return int(psutil.virtual_memory().available) // ranks_of_host()
@@ -19,12 +19,12 @@ def free_bytes(device: torch.device) -> int:
 
 
 def device_bytes(num_ranks: int) -> int:
-    """Return the bytes of the device of a rank here: of an accelerator, or its part of the host's memory."""
+    """Return the bytes of a rank's device on this machine: of an accelerator, or its part of host memory."""
     if torch.accelerator.is_available():
         return int(torch.accelerator.get_memory_info()[1])
     return int(psutil.virtual_memory().total) // num_ranks
 
 
 def ranks_of_host() -> int:
-    """Return how many ranks of the job share this host; 1 where no launcher says so."""
+    """Return the number of ranks of the job on this host; 1 without a launcher."""
     return max(int(os.environ.get("LOCAL_WORLD_SIZE", "1") or 1), 1)

@@ -1,10 +1,10 @@
-"""Numbers of parameters of the models of RLHF on a rank, counted on the meta device: nothing gets memory.
+"""Numbers of parameters of the models of RLHF on a rank, counted on the meta device without memory.
 
-Models are built from a config of transformers and cut over tensor-parallel ranks by the code that trains
-them, so what is counted is what will be there. A critic and a reward model are the layers of the language
-model with one output of `hidden` weights in the place of the vocabulary. An adapter of rank r (LoRA,
-2106.09685) adds r (inputs + outputs) to each matrix of a linear layer, of which a tensor-parallel rank has
-the same share as of the two sides of its slice of the matrix.
+Models are built from a transformers config and cut over tensor-parallel ranks by the code that trains them,
+so the counts are those of training. A critic and a reward model are the layers of the language
+model with one output of `hidden` weights instead of the vocabulary. An adapter of rank r (LoRA,
+2106.09685) adds r (inputs + outputs) to each matrix of a linear layer; a tensor-parallel rank has
+the same share of it as of the two sides of its slice of the matrix.
 """
 
 from collections.abc import Callable
@@ -26,9 +26,9 @@ class ParamNumbers:
     """Numbers of the parameters of a model on a rank, before ZeRO cuts them.
 
     Attributes:
-        trained: Of those that are trained.
-        frozen: Of the others.
-        in_two_chunks: Elements of the two largest chunks that Gemini lays them out in.
+        trained: Number of trained parameters.
+        frozen: Number of other parameters.
+        in_two_chunks: Elements of the two largest chunks of Gemini.
     """
 
     trained: int
@@ -37,23 +37,23 @@ class ParamNumbers:
 
     @property
     def total(self) -> int:
-        """All of them."""
+        """Number of all parameters."""
         return self.trained + self.frozen
 
     def as_frozen(self) -> "ParamNumbers":
-        """Return the numbers of the same model if nothing of it is trained."""
+        """Return the numbers of the same model without training."""
         return replace(self, trained=0, frozen=self.total)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlhfNumbers:
-    """Numbers of the parameters of a rank, and what a token takes in a cache.
+    """Numbers of the parameters of a rank, and the size of a token in a cache.
 
     Attributes:
-        policy: Of the language model.
-        value: Of the same with a value head: a critic, a reward model.
-        whole_policy: Of all parameters of the language model, whatever tensor parallelism cuts.
-        whole_value: The same of the one with a value head.
+        policy: Numbers of the language model.
+        value: Numbers of the same model with a value head: a critic, a reward model.
+        whole_policy: Number of all parameters of the language model, without tensor parallelism.
+        whole_value: The same for the model with a value head.
         cached_per_token: Elements of keys and values of a token.
     """
 
@@ -65,7 +65,7 @@ class RlhfNumbers:
 
 
 def numbers_of_module(module: nn.Module) -> ParamNumbers:
-    """Return the numbers of a model as a rank holds it; what layers share counts once."""
+    """Return the numbers of a model on a rank; shared parameters count once."""
     params = list(module.parameters())
     trained = sum(param.numel() for param in params if param.requires_grad)
     return ParamNumbers(trained=trained, frozen=sum(param.numel() for param in params) - trained)
@@ -75,10 +75,10 @@ def rlhf_numbers(config: Any, *, tp: int = 1, lora_rank: int = 0) -> RlhfNumbers
     """Return the numbers of the models of RLHF on a rank.
 
     Args:
-        config: That of a causal language model of transformers.
-        tp: Ranks that share each layer.
-        lora_rank: Rank of the adapters of all linear layers, of which alone, and of value heads, is then
-            trained; 0 for none.
+        config: Config of a causal language model of transformers.
+        tp: Number of ranks that share each layer.
+        lora_rank: Rank of the adapters of all linear layers; then only these and value heads are trained. 0
+            for no adapters.
 
     Raises:
         ValueError: `tp` ranks cannot share the layers of the model.
@@ -127,6 +127,6 @@ def _numbers(model: nn.Module, config: Any, *, lora_rank: int, has_value_head: b
 
 
 def _is_linear(module: Any) -> bool:
-    """Return whether peft puts an adapter around a layer, if it is asked for all linear ones."""
+    """Return whether peft adapts a layer when all linear layers are selected."""
     kinds = {kind.__name__ for kind in type(module).__mro__}
     return not isinstance(module, nn.Embedding) and bool(kinds & {"Linear", "Conv1D", "LinearShard"})

@@ -1,15 +1,15 @@
-"""Bytes that a rank holds in training, by formula.
+"""Formulas for the bytes that a rank holds in training.
 
 Parameters, gradients and optimizer states: Rajbhandari et al., "ZeRO" (1910.02054), section 3 and figure 1.
 Activations: Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2205.05198),
-section 4. Its 34 bytes for each token and channel of a block, at 16 bits, are here taken apart, so that they
-hold for other precisions, widths and rates, too:
+section 4. Its 34 bytes for each token and channel of a block, at 16 bits, are split up here, so that they
+also hold for other precisions, widths and rates:
 
-    2 r        what the two layer norms take            4
-    2 e        what qkv and the expansion take          4
+    2 r        inputs of the two layer norms                4
+    2 e        inputs of qkv and of the expansion           4
     d          two dropout masks of one byte            2
-    4 e / t    q, k, v, and what the projection takes   8
-    2 f e / t  before and behind the activation        16
+    4 e / t    q, k, v, and the input of the projection     8
+    2 f e / t  input and output of the activation          16
 
 The paper's term of attention weights, 5 a s / h = (2 e + c) a s / h, is there if they are written out; fused
 attention keeps none.
@@ -25,16 +25,16 @@ ADAM_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Storage:
-    """What a precision keeps: bytes of each number.
+    """Storage of a precision: bytes of each number.
 
     Attributes:
         weight: A parameter in the model.
         grad: Its gradient in the model.
         master: Its float32 copy in the optimizer.
-        cast: Its copy of 16 bits that autocast makes, for matrices.
-        state: What the optimizer keeps for it: two moments of float32, if that is Adam.
+        cast: Its 16-bit copy by autocast, for matrices.
+        state: Its optimizer states: two moments of float32, with Adam.
         element: An element of an activation.
-        residual: An element of the residual stream, which the layer norms take.
+        residual: An element of the residual stream, the input of the layer norms.
     """
 
     weight: int
@@ -55,7 +55,7 @@ STORAGE: Mapping[str, Storage] = {
     "bf16_master": _MASTERS,
     "fp16_naive": _MASTERS,
 }
-"""By the name that `Booster(mixed_precision=...)` knows."""
+"""Storage by the names of `Booster(mixed_precision=...)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,10 +63,10 @@ class Row:
     """A kind of memory.
 
     Attributes:
-        name: What is held.
-        num_bytes: How much.
-        formula: How it is reckoned, with the symbols of `SYMBOLS`.
-        numbers: The same with the numbers in place of the symbols.
+        name: Name of the kind.
+        num_bytes: Number of bytes.
+        formula: Formula with the symbols of `SYMBOLS`.
+        numbers: The same with numbers instead of the symbols.
     """
 
     name: str
@@ -96,23 +96,23 @@ SYMBOLS: Mapping[str, str] = {
     "d": "bytes of the two dropout masks of a block",
     "c": "bytes of the mask of the attention weights",
 }
-"""What the letters of the formulas mean."""
+"""Meanings of the letters in the formulas."""
 
 
 def state_bytes(num_params: int, storage: Storage, *, dp: int, zero: int) -> dict[str, int]:
     """Return the bytes that a rank holds of parameters, gradients, master weights and Adam's states.
 
     Args:
-        num_params: Parameters of the rank before ZeRO cuts anything.
-        storage: What the precision keeps.
+        num_params: Parameters of the rank before ZeRO cuts them.
+        storage: Storage of the precision.
         dp: Number of data-parallel ranks.
-        zero: Stage of ZeRO; 1 cuts masters and states over `dp`, 2 gradients, too, 3 parameters, too.
+        zero: Stage of ZeRO; 1 cuts masters and states over `dp`, 2 also gradients, 3 also parameters.
     """
     return {row.name: row.num_bytes for row in state_rows(num_params, storage, dp=dp, zero=zero)}
 
 
 def state_rows(num_params: int, storage: Storage, *, dp: int, zero: int) -> list[Row]:
-    """Return the rows of `state_bytes`; what takes nothing is left out."""
+    """Return the rows of `state_bytes`; rows without bytes are left out."""
     kinds = (
         ("parameters", storage.weight, zero >= 3),
         ("gradients", storage.grad, zero >= 2),
@@ -129,30 +129,30 @@ def state_rows(num_params: int, storage: Storage, *, dp: int, zero: int) -> list
 
 
 def frozen_row(num_params: int, storage: Storage, *, dp: int, zero: int) -> Row:
-    """Return the parameters that are not trained; stage 3 of ZeRO cuts them as it cuts the others."""
+    """Return the row of frozen parameters; stage 3 of ZeRO cuts them like the others."""
     formula = f"{storage.weight} * F / N" if zero >= 3 else f"{storage.weight} * F"
     num_bytes = round(storage.weight * num_params / (dp if zero >= 3 else 1))
     return _row("frozen parameters", formula, num_bytes, F=num_params, N=dp)
 
 
 def gathered_row(num_elements: int, storage: Storage) -> Row:
-    """Return the chunks that are gathered at a time (Gemini)."""
+    """Return the row of the chunks that are gathered at a time (Gemini)."""
     size = storage.weight * num_elements
     return _row("gathered chunks", f"{storage.weight} * C", size, C=num_elements)
 
 
 SPARE_TOKENS = 64
-"""Of a cache of keys and values beside those of all answers at a time: blocks that are not full."""
+"""Tokens of a cache of keys and values in addition to those of all answers: blocks that are not full."""
 
 
 def cache_row(per_token: int, *, itemsize: int, answers: int, tokens: int) -> Row:
-    """Return the cache of keys and values of an engine that draws answers.
+    """Return the row of the cache of keys and values of an engine that generates answers.
 
     Args:
         per_token: Elements of keys and values of a token, in all layers.
-        itemsize: Bytes of one.
-        answers: Answers at a time.
-        tokens: Most tokens of a prompt and its answer.
+        itemsize: Bytes of an element.
+        answers: Number of answers at a time.
+        tokens: Largest number of tokens of a prompt and its answer.
     """
     size = itemsize * per_token * answers * (tokens + SPARE_TOKENS)
     formula = f"{itemsize} * k * b * (s + {SPARE_TOKENS})"
@@ -160,12 +160,12 @@ def cache_row(per_token: int, *, itemsize: int, answers: int, tokens: int) -> Ro
 
 
 def float32_grads_row(num_params: int, *, is_copied: bool) -> Row:
-    """Return what gradients of masters take beyond those of the model, without ZeRO.
+    """Return the row of gradients of masters beyond those of the model, without ZeRO.
 
     Args:
         num_params: Parameters of the rank.
         is_copied: Whether float32 copies are made before the step, since torch's `DistributedDataParallel`
-            reduces gradients of 16 bits; else they accumulate in float32 to begin with.
+            reduces gradients of 16 bits; otherwise gradients accumulate in float32.
     """
     size = 4 if is_copied else 2
     return _row("gradients in float32", f"{size} * P", size * num_params, P=num_params)
@@ -173,7 +173,7 @@ def float32_grads_row(num_params: int, *, is_copied: bool) -> Row:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockExtents:
-    """What goes through a transformer block.
+    """Extents of the tensors in a transformer block.
 
     Attributes:
         seq: Length of the sequence.
@@ -197,7 +197,7 @@ class BlockExtents:
 
 
 def block_bytes(block: BlockExtents, storage: Storage, *, tp: int = 1) -> int:
-    """Return the bytes that a block keeps for its backward on each tensor-parallel rank."""
+    """Return the bytes of activations that a block keeps for its backward on each tensor-parallel rank."""
     e, r = storage.element, storage.residual
     d = 2 * block.has_dropout
     tokens = block.seq * block.batch
@@ -211,11 +211,11 @@ def block_bytes(block: BlockExtents, storage: Storage, *, tp: int = 1) -> int:
 def block_rows(
     block: BlockExtents, storage: Storage, *, num_blocks: int, num_live: int, tp: int, recompute: bool
 ) -> list[Row]:
-    """Return the activations of a rank's blocks.
+    """Return the rows of the activations of a rank's blocks.
 
     Args:
-        block: What goes through a block.
-        storage: What the precision keeps.
+        block: Extents of a block.
+        storage: Storage of the precision.
         num_blocks: Number of blocks of the rank.
         num_live: Number of microbatches in flight.
         tp: Number of tensor-parallel ranks.
@@ -240,7 +240,7 @@ def block_rows(
 
 
 def embedding_row(block: BlockExtents, *, num_live: int) -> Row:
-    """Return the dropout mask behind the embedding."""
+    """Return the row of the dropout mask after the embedding."""
     size = num_live * block.seq * block.batch * block.hidden
     return _row(
         "dropout of the embedding", "m * s * b * h", size,
@@ -249,7 +249,7 @@ def embedding_row(block: BlockExtents, *, num_live: int) -> Row:
 
 
 def output_row(block: BlockExtents, storage: Storage, *, num_outputs: int, per_token: bool, tp: int) -> Row:
-    """Return what the last norm and the head take, and the float32 outputs that the loss keeps."""
+    """Return the row of the inputs of the last norm and the head, and the loss's float32 outputs."""
     tokens = block.seq * block.batch
     num_outs = tokens if per_token else block.batch
     size = tokens * block.hidden * (storage.residual + storage.element)
@@ -264,7 +264,7 @@ def output_row(block: BlockExtents, storage: Storage, *, num_outputs: int, per_t
 
 
 def cast_row(num_matrix_params: int, storage: Storage) -> Row:
-    """Return the copies of the weights that autocast makes for a forward and keeps until its backward."""
+    """Return the row of the copies of weights that autocast keeps from a forward to its backward."""
     size = storage.cast * num_matrix_params
     return _row("weights cast by autocast", f"{storage.cast} * M", size, M=num_matrix_params)
 

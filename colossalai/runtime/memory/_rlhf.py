@@ -1,17 +1,17 @@
-"""Bytes that a rank holds in RLHF: actor, critic, reference, reward model, and what draws the answers.
+"""Bytes that a rank holds in RLHF: actor, critic, reference, reward model, and the engine for rollouts.
 
-With P parameters of a rank, of which ZeRO cuts the parts of a stage over N ranks, and bytes w, g, m, s of a
+With P parameters of a rank, some of them cut over N ranks by the stage of ZeRO, and bytes w, g, m, s of a
 parameter, its gradient, its float32 master and its optimizer states:
 
-    actor, critic     (w + g + m + s) P, cut by stage as in "ZeRO" (1910.02054); with adapters (LoRA) P are
-                      theirs, and w F more are those of the F parameters that they stand beside
-    reference         w F, cut as the actor; none where it is the actor with its adapters off
+    actor, critic     (w + g + m + s) P, cut by stage as in "ZeRO" (1910.02054); with adapters (LoRA) P counts
+                      the adapters, and the F parameters that they adapt add w F
+    reference         w F, cut as the actor; none if it is the actor with its adapters off
     reward            w F, whole on each rank
     rollouts          keys and values, 2 layers heads size e (s + 64) b for b answers of s tokens at a time;
-                      and w F for the engine's own copy where a rank does not hold the actor as it is
+                      and w F for the engine's own copy if a rank does not hold the whole actor
 
-On a device whose states lie in host memory (`offload`) are left: of ZeRO 1 and 2 parameters and gradients; of
-Gemini the two chunks that are used at a time.
+With states in host memory (`offload`) a device holds, for ZeRO 1 and 2, parameters and gradients; for Gemini
+the two chunks that are used at a time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -30,20 +30,20 @@ from colossalai.runtime.memory._formulas import (
 )
 
 ON_HOST = ("master weights", "optimizer states")
-"""What ZeRO 1 and 2 keep in host memory with `cpu_offload`."""
+"""Rows of ZeRO 1 and 2 in host memory with `cpu_offload`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """How ranks share models.
+    """Distribution of models over ranks.
 
     Attributes:
-        name: What it is called in a table.
-        plugin: What a user writes for it, without a precision.
-        dp: Data-parallel ranks.
-        tp: Ranks that share each layer.
+        name: Name in a table.
+        plugin: The plugin as a user writes it, without a precision.
+        dp: Number of data-parallel ranks.
+        tp: Number of ranks that share each layer.
         zero: Stage of ZeRO; 3 is Gemini.
-        offload: Whether states lie in host memory, under Gemini parameters and gradients, too.
+        offload: Whether states are in host memory; under Gemini also parameters and gradients.
     """
 
     name: str
@@ -54,18 +54,18 @@ class MemoryPlan:
     offload: bool = False
 
     def written(self, precision: str) -> str:
-        """Return what a user writes for it; plugins of ZeRO have a precision of their own."""
+        """Return the plugin as a user writes it; plugins of ZeRO have their own precision."""
         has_own = self.plugin.startswith(("LowLevelZero", "Gemini"))
         return self.plugin.replace(")", f", precision={precision!r})") if has_own else self.plugin
 
 
 @dataclass(frozen=True, kw_only=True)
 class Held:
-    """What a rank holds.
+    """Memory of a rank.
 
     Attributes:
-        device: On its device, by kinds.
-        host: In host memory.
+        device: Rows of its device.
+        host: Rows of host memory.
     """
 
     device: tuple[Row, ...] = ()
@@ -73,22 +73,22 @@ class Held:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(row.num_bytes for row in self.device)
 
     @property
     def host_bytes(self) -> int:
-        """In host memory."""
+        """Bytes in host memory."""
         return sum(row.num_bytes for row in self.host)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlhfMemory:
-    """What a rank holds of all models under a plan.
+    """Memory of a rank for all models under a plan.
 
     Attributes:
         plan: The plan.
-        models: By the names "actor", "critic", "reference", "reward" and "rollouts".
+        models: Memory by the names "actor", "critic", "reference", "reward" and "rollouts".
     """
 
     plan: MemoryPlan
@@ -96,25 +96,25 @@ class RlhfMemory:
 
     @property
     def num_bytes(self) -> int:
-        """On the device."""
+        """Bytes on the device."""
         return sum(held.num_bytes for held in self.models.values())
 
     @property
     def host_bytes(self) -> int:
-        """In host memory."""
+        """Bytes in host memory."""
         return sum(held.host_bytes for held in self.models.values())
 
 
 @dataclass(frozen=True, kw_only=True)
 class RlhfSetup:
-    """What is trained, and on what.
+    """Models and settings of a training.
 
     Attributes:
-        storage: What the precision keeps.
-        models: Those that there are, of "actor", "critic", "reference", "reward" and "rollouts".
-        answers: Answers that a rank draws at a time.
-        tokens: Of a prompt and its answer.
-        has_adapters: Whether adapters alone are trained: the reference is the actor without them then.
+        storage: Storage of the precision.
+        models: The models of the job, of "actor", "critic", "reference", "reward" and "rollouts".
+        answers: Number of answers that a rank generates at a time.
+        tokens: Number of tokens of a prompt and its answer.
+        has_adapters: Whether only adapters are trained; the reference is then the actor without them.
     """
 
     storage: Storage
@@ -125,7 +125,7 @@ class RlhfSetup:
 
 
 def plans_of(num_ranks: int) -> Iterator[MemoryPlan]:
-    """Yield the plans that so many ranks may follow, the one that sends least first."""
+    """Yield the plans for a number of ranks, in ascending order of communication."""
     zero, gemini = "LowLevelZeroPlugin(stage={})", "GeminiPlugin(placement_policy={!r})"
     on_host = zero.format("2, cpu_offload=True")
     yield MemoryPlan(name="DDP", plugin="TorchDDPPlugin()", dp=num_ranks)
@@ -145,12 +145,12 @@ def plans_of(num_ranks: int) -> Iterator[MemoryPlan]:
 
 
 def rlhf_memory(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> RlhfMemory:
-    """Return what a rank holds of the models of RLHF.
+    """Return the memory of a rank for the models of RLHF.
 
     Args:
-        numbers: Of a rank's parameters, for the `tp` of `plan`, and with adapters or without.
-        setup: What is trained.
-        plan: How ranks share it.
+        numbers: Numbers of a rank's parameters, for the `tp` of `plan`, with or without adapters.
+        setup: Models and settings of the training.
+        plan: Distribution over the ranks.
     """
     found = {
         "actor": held_in_training(numbers.policy, setup.storage, plan),
@@ -165,7 +165,7 @@ def rlhf_memory(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> Rlh
 
 
 def held_in_training(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
-    """Return what a rank holds of a model that is trained."""
+    """Return the memory of a rank for a trained model."""
     rows = state_rows(numbers.trained, storage, dp=plan.dp, zero=plan.zero)
     if storage.master and plan.zero == 0:
         rows.insert(2, float32_grads_row(numbers.trained, is_copied=plan.dp > 1))
@@ -179,9 +179,9 @@ def rollout_bytes(per_token: int, *, itemsize: int, answers: int, tokens: int) -
 
     Args:
         per_token: Elements of keys and values of a token.
-        itemsize: Bytes of one.
-        answers: Answers at a time.
-        tokens: Most tokens of a prompt and its answer.
+        itemsize: Bytes of an element.
+        answers: Number of answers at a time.
+        tokens: Largest number of tokens of a prompt and its answer.
     """
     return cache_row(per_token, itemsize=itemsize, answers=answers, tokens=tokens).num_bytes
 
@@ -191,7 +191,7 @@ def _held_frozen(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> H
 
 
 def _placed(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
-    """Return where rows lie."""
+    """Return rows by device and host memory."""
     chunks = (gathered_row(numbers.in_two_chunks, storage),) if plan.zero == 3 and _moves(plan) else ()
     if not plan.offload:
         return Held(device=(*rows, *chunks))
@@ -200,7 +200,7 @@ def _placed(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: Memo
 
 
 def _moves(plan: MemoryPlan) -> bool:
-    """Return whether chunks come from elsewhere: those of one rank are its own memory."""
+    """Return whether chunks are gathered or moved; those of a single rank are its own memory."""
     return plan.dp > 1 or plan.offload
 
 

@@ -1,8 +1,8 @@
 """Start-up summary of a training: model, plan, and the memory of a rank as it is known after `boost`.
 
-Nothing is sent and no device is asked, so one rank alone can write it. Parameters, masters and slices are
-there, and are counted as they are; gradients and optimizer states come with the first step, and follow from
-the parameters and from the class of the optimizer.
+It uses no communication and no device, so one rank alone can write it. Parameters, masters and slices exist,
+and are counted; gradients and optimizer states are allocated in the first step, and are computed from
+the parameters and the class of the optimizer.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,7 +22,7 @@ from colossalai.tensor import CHUNK_PLACE, gradient_sync, local_slice
 _SHORT = {"float64": "fp64", "float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _optim = torch.optim
 
-# How many tensors of the size of a parameter an optimizer keeps for it, by its class and options.
+# Number of state tensors of a parameter's size in an optimizer, by its class and options.
 _STATES: Mapping[type[Optimizer], Callable[[dict[str, Any]], int]] = {
     **dict.fromkeys((_optim.SGD, FusedSGD, Lars), lambda group: int(group.get("momentum", 0) != 0)),
     _optim.RMSprop: lambda group: 1 + int(group["momentum"] > 0) + int(group["centered"]),
@@ -43,7 +43,7 @@ def start_line(
         optimizers: Its wrapped optimizers.
         plan: The plan.
         mesh: The ranks.
-        described: Its class and number of parameters, before ranks took their parts.
+        described: Its class and number of parameters, before the ranks took their parts.
     """
     dtypes = dict.fromkeys(str(param.dtype).removeprefix("torch.") for param in model.parameters())
     held, unknown = held_from_the_first_step(model, optimizers, plan=plan, mesh=mesh)
@@ -60,7 +60,7 @@ def start_line(
 def held_from_the_first_step(
     model: nn.Module, optimizers: Sequence[OptimizerWrapper], *, plan: Plan, mesh: Mesh
 ) -> tuple[dict[str, int], list[str]]:
-    """Return the bytes that this rank holds by kind, and the optimizers whose states are not known before.
+    """Return the bytes of this rank by kind, and the optimizers with unknown sizes of states.
 
     Float32 masters are optimizer states here. Activations, buckets and buffers are left out.
 
@@ -96,8 +96,8 @@ def held_from_the_first_step(
 def num_states(optimizer: Optimizer) -> Callable[[dict[str, Any]], int] | None:
     """Return a function of a parameter group: the number of state tensors for each of its parameters.
 
-    A class derived from a known one keeps what that one does, unless it brings a step of its own. None: the
-    class is not known.
+    A class derived from a known one has the same states, unless it overrides `step`. None: the class is
+    unknown.
     """
     own = _step_of(type(optimizer))
     for base in type(optimizer).__mro__:
@@ -109,7 +109,7 @@ def num_states(optimizer: Optimizer) -> Callable[[dict[str, Any]], int] | None:
 
 
 def _step_of(cls: type[Optimizer]) -> Callable[..., Any]:
-    """Return the `step` of a class, without what torch puts around it in every class it builds."""
+    """Return the `step` of a class, without the wrapper that torch adds to it."""
     step: Callable[..., Any] = cls.step
     while getattr(step, "hooked", False):
         step = step.__wrapped__  # type: ignore[attr-defined]
@@ -117,7 +117,7 @@ def _step_of(cls: type[Optimizer]) -> Callable[..., Any]:
 
 
 def bytes_text(num_bytes: int) -> str:
-    """Return a number of bytes in the largest unit of which there is one."""
+    """Return a number of bytes in the largest unit that it reaches."""
     for power, name in ((30, "GiB"), (20, "MiB"), (10, "KiB")):
         if num_bytes >= 2**power:
             return f"{num_bytes / 2**power:.2f} {name}"
@@ -148,7 +148,7 @@ def _is_trained(tensor: torch.Tensor) -> bool:
 
 
 def _has_own_memory(tensor: torch.Tensor, param: torch.Tensor) -> bool:
-    """Return whether what an optimizer updates is a copy: a master, or a slice in another memory."""
+    """Return whether an optimizer updates a copy of a parameter: a master, or a slice in another memory."""
     return tensor is not param and (tensor.dtype, tensor.device) != (param.dtype, param.device)
 
 

@@ -17,7 +17,7 @@ class Assembly:
     """A model and its optimizers while methods are applied to them.
 
     Args:
-        model: The model as it was given; methods change it in place.
+        model: The given model; methods change it in place.
         optimizers: Optimizers of its parameters.
         mesh: The ranks.
         layout: Their layout.
@@ -33,8 +33,8 @@ class Assembly:
         has_user_shards: Whether the user has sharded parameters of the model.
         names: Name of each parameter by its `id`, before the data method replaces parameters.
         blocks: The repeated parts of the model, found before methods change their forwards.
-        params: The parameters of the model, on their way to the device and to their dtype.
-        data: The data method at work.
+        params: The parameters of the model, to be moved to the device and cast to their dtype.
+        data: The applied data method.
         masters: Float32 masters of parameters that are in no optimizer yet.
         late_params: Parameters whose gradients are complete after all backwards of a batch only.
         after_step: Callbacks after an update of the parameters.
@@ -100,11 +100,11 @@ class PlanMethod:
     """A method of a plan: a frozen dataclass of its options.
 
     `assemble` calls `validate` of all methods, then `apply` of all, then `after_apply` of all, each time in
-    the order of `Plan.methods`. All of them are collective where a method is: every rank calls them.
+    the order of `Plan.methods`, on every rank: all of them are collective for some methods.
     """
 
     def validate(self, job: Assembly) -> None:
-        """Check the model and its optimizers while they are as they were given: all ranks find a mistake.
+        """Check the unchanged model and its optimizers, so that all ranks find a mistake.
 
         Raises:
             ValueError: The method cannot be applied to the model, or to one of the optimizers.
@@ -118,7 +118,7 @@ class PlanMethod:
         """
 
     def after_apply(self, job: Assembly) -> None:
-        """Finish what needs the model and the optimizers with all methods applied."""
+        """Finish with the model and the optimizers after all methods have been applied."""
 
 
 def _names_in(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -126,5 +126,5 @@ def _names_in(model: nn.Module) -> dict[nn.Parameter, str]:
 
 
 def has_stepped(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer has states, other than those of a class that has them before a step."""
+    """Return whether an optimizer has states, except initial states of its class from before a step."""
     return any(state.get("step", 1) > 0 for state in optimizer.state.values())

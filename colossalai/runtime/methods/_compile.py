@@ -1,12 +1,12 @@
 """Compilation: the forward of every block of a model by `torch.compile`, in place.
 
 [Note: what is compiled]
-The forward of a block, and not its call. So hooks run as they do without: the user's, and those in which FSDP
-gathers the block's parameters. Recomputation stands around the compiled forward and runs it a second time;
-a precision and `DistributedDataParallel` stand around the whole model. No module is wrapped, so none gets
-another name, in a state dict, in a report of the watchdog or elsewhere. Blocks of one class share what was
-compiled for the first of them. A collective inside a block, or a part of it that is recomputed, ends a graph
-and runs as it does without; the next graph begins behind it.
+The forward of a block is compiled, not its call. So hooks run as they do without: the user's, and those
+in which FSDP gathers the block's parameters. Recomputation wraps the compiled forward and runs it a second
+time; a precision and `DistributedDataParallel` wrap the whole model. No module is wrapped, so all names stay,
+for example in a state dict or a report of the watchdog. Blocks of one class share the code compiled for the
+first of them. A collective inside a block, or a part of it that is recomputed, ends a graph and runs
+uncompiled; the next graph begins after it.
 """
 
 import shutil
@@ -25,19 +25,19 @@ from colossalai.logging import get_dist_logger
 from colossalai.pipeline import Op, PipelineOptions
 from colossalai.runtime.methods._assembly import Assembly, PlanMethod
 
-_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch")  # where the errors of compilers are
+_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch")  # modules of compilers' errors
 
 
 class CompiledForward:
-    """The forward of a module, compiled when it is first called; a copy of the module gets one of its own.
+    """The forward of a module, compiled at its first call; a copy of the module gets its own.
 
     Args:
-        forward: The bound method, or what stands in its place.
-        options: Those of `torch.compile`.
-        name: What errors call the module.
+        forward: The bound method, or its replacement.
+        options: Options of `torch.compile`.
+        name: Name of the module in errors.
 
     Raises:
-        ValueError: `torch.compile` does not take the options.
+        ValueError: `options` are not accepted by `torch.compile`.
     """
 
     def __init__(self, forward: Callable[..., Any], options: Mapping[str, Any], name: str) -> None:
@@ -60,11 +60,11 @@ class CompiledForward:
         except Exception as error:
             if not any(base.__module__.startswith(_COMPILERS) for base in type(error).__mro__):
                 raise
-            # The error itself holds pages of code that was generated.
+            # The error itself contains pages of generated code.
             reason = _first_line(getattr(error, "inner_exception", None) or error)
             raise RuntimeError(
                 f"torch.compile cannot compile {self._name} ({reason}): leave compile out, or try "
-                "compile=dict(backend='aot_eager'), which generates no code; TORCH_LOGS=+dynamo tells more"
+                "compile=dict(backend='aot_eager'), which generates no code; TORCH_LOGS=+dynamo shows more"
             ) from None
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -73,14 +73,14 @@ class CompiledForward:
 
 @dataclass(frozen=True)
 class CompiledBlocks(PlanMethod):
-    """Compiled forwards of the blocks of a model; where it has none, its own.
+    """Compiled forwards of the blocks of a model; of the model itself, if it has none.
 
-    Applied before methods are put around the forward of blocks. In tensor modes that cut activations, and
-    where sequences are cut, nothing is compiled, which is logged once.
+    Applied before methods wrap the forward of blocks. In tensor modes that cut activations, and with cut
+    sequences, nothing is compiled, which is logged once.
 
     Args:
         options: Options of `torch.compile`; True for its defaults.
-        pipeline: How the stages of a pipeline are run, if the model becomes stages.
+        pipeline: Options of the pipeline, if the model becomes stages.
     """
 
     options: bool | Mapping[str, Any]
@@ -117,7 +117,7 @@ class CompiledBlocks(PlanMethod):
         names = {part: name for name, part in module.named_modules()}
         parts = job.blocks or (list(module) if isinstance(module, nn.ModuleList) else [module])
         if "recompile_limit" in signature(torch.compile).parameters:
-            # A graph for each block (if it writes to a cache under its number), and another for other shapes.
+            # A graph for each block (if it writes to a cache under its index), and one more for other shapes.
             options.setdefault("recompile_limit", 8 + 2 * len(parts))
         for part in parts:
             name = f"{names[part]!r}, a {type(part).__name__}" if names[part] else type(part).__name__
@@ -133,17 +133,17 @@ class CompiledBlocks(PlanMethod):
 
 
 def refuse_compiled(module: nn.Module) -> None:
-    """Raise if a module in it is what `torch.compile` returned, which gives it another name.
+    """Raise if a module is a result of `torch.compile`, which gives it another name.
 
     Raises:
-        ValueError: `module`, or a module in it, is what `torch.compile` returned.
+        ValueError: `module`, or a module in it, is a result of `torch.compile`.
     """
     for name, _ in module.named_modules():
         *around, last = name.split(".")
         if last == "_orig_mod":
             what = f"the model's {'.'.join(around)}" if around else "the model"
             raise ValueError(
-                f"{what} is what torch.compile(...) returned, under which all names have a prefix: pass the "
+                f"{what} is a result of torch.compile(...), under which all names have a prefix: pass the "
                 "module itself, and compile=True to Booster or in the config; or compile in place, by "
                 "module.compile()"
             )
@@ -160,7 +160,7 @@ def _refuse_split_backward(pipeline: PipelineOptions, num_stages: int) -> None:
 
 
 def _need_compiler(device: torch.device) -> None:
-    """Raise where the backend that generates code would find nothing that compiles it."""
+    """Raise if the backend that generates code has no compiler."""
     instead = "install it, or pass compile=dict(backend='aot_eager'), which generates no code"
     if device.type != "cpu":
         if find_spec("triton") is None:

@@ -13,10 +13,10 @@ from colossalai.shardformer import follow_batches_once, fuse_losses, sync_batch_
 
 @dataclass(frozen=True)
 class BatchNorms(PlanMethod):
-    """Batch norms whose statistics are those of the whole batch, and of each batch once.
+    """Batch norms with statistics of the whole batch, updated once for each batch.
 
     Args:
-        is_synced: Whether mean and variance are taken over the replicas.
+        is_synced: Whether mean and variance are computed over the replicas.
         is_recomputed: Whether forwards run again in the backward.
         is_in_stages: Whether the model is stages of a pipeline, of which some can lack batch norms.
     """
@@ -48,7 +48,7 @@ class Recomputation(PlanMethod):
     is_in_stages: bool
 
     def apply(self, job: Assembly) -> None:
-        """Put the checkpoints around forwards, in place; collective over the stages of a pipeline.
+        """Wrap forwards in checkpoints, in place; collective over the stages of a pipeline.
 
         Raises:
             ValueError: A name is not a part of the model, or the model has no blocks.

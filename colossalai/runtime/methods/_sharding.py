@@ -31,10 +31,10 @@ from colossalai.zero import refuse_cut_parameters
 
 @dataclass(frozen=True)
 class UserShards(PlanMethod):
-    """Parameters sharded by `set_tensor_spec`, if the model has any; its other ones become ordinary ones.
+    """Parameters sharded by `set_tensor_spec`, if the model has any; its others become plain parameters.
 
     Args:
-        refused: The methods of the plan that replace parameters, which such a model calls as they are.
+        refused: The methods of the plan that replace parameters, which functions of such a model read.
     """
 
     refused: tuple[str, ...] = ()
@@ -73,11 +73,11 @@ class UserShards(PlanMethod):
 class ModelShards(PlanMethod):
     """Layers sharded over tensor-parallel ranks, and experts over expert-parallel ones.
 
-    Where the plan names the layers, tensor parallelism alone shards no experts: expert parallelism does.
+    If the plan names the layers, tensor parallelism alone shards no experts: expert parallelism does.
 
     Args:
-        cuts: How layers are sharded, by the names of modules in the whole model; None: by their classes.
-        pipeline: How the pipeline is run, of which each rank has stages when its layers are sharded.
+        cuts: Rules for layers, by the names of modules in the whole model; None: by their classes.
+        pipeline: Options of the pipeline; each rank shards the layers of its stages.
     """
 
     cuts: Mapping[str, Rule] | None
@@ -112,7 +112,7 @@ class ModelShards(PlanMethod):
             _check_shares_sequence(model, mesh)
 
     def apply(self, job: Assembly) -> None:
-        """Shard layers, then experts, with the states that optimizers have before their first step."""
+        """Shard layers, then experts, with initial states of optimizers from before their first step."""
         if not job.has_user_shards:
             if job.shares_layers:
                 shard_model(job.model, job.mesh, self._cuts_of_stage(job))
@@ -128,7 +128,7 @@ class ModelShards(PlanMethod):
         return _has_several(job.mesh, "ep") or (job.shares_layers and self.cuts is None)
 
     def _refuse_stepped(self, job: Assembly) -> None:
-        """Refuse optimizers that have states of whole parameters, where parameters will be shards."""
+        """Refuse optimizers with states of whole parameters, if parameters will be shards."""
         if not any(map(has_stepped, job.optimizers)):
             return
         by_class = job.shares_layers and self.cuts is None
@@ -140,7 +140,7 @@ class ModelShards(PlanMethod):
             )
 
     def _cuts_of_stage(self, job: Assembly) -> Mapping[str, Rule] | None:
-        """Return the cuts of the stages of this rank; collective over the stages, which have other names."""
+        """Return the cuts of this rank's stages; collective over the stages, which have different names."""
         if not self.cuts or self.pipeline is None:
             return self.cuts
         own = {name for name, part in job.model.named_modules() if not is_elsewhere(part)}
@@ -157,7 +157,7 @@ def _is_over_ranks(spec: ShardingSpec) -> bool:
 
 
 def _shard_first_states(optimizer: Optimizer) -> None:
-    """Shard the states that an optimizer has before its first step, as Adagrad does, as their parameters."""
+    """Shard the states of an optimizer from before its first step, as of Adagrad, like their parameters."""
     for param, states in optimizer.state.items():
         if (spec := spec_of(param)) is None:
             continue
@@ -167,7 +167,7 @@ def _shard_first_states(optimizer: Optimizer) -> None:
 
 
 def _log_without_effect(job: Assembly) -> None:
-    """Log where there are ranks to share layers or experts, and the model has none for them to share."""
+    """Log ranks for layers or experts of which the model has none to share."""
     model, mesh = job.model, job.mesh
     num_sharing = mesh.world_size // (job.replicas.size * mesh.axes.get("pp", 1))
     specs = list(filter(None, map(spec_of, model.parameters())))
@@ -179,7 +179,7 @@ def _log_without_effect(job: Assembly) -> None:
             "it out",
             ranks=[0],
         )
-    # Experts are sharded along the replicas: the ranks of a tensor group share nothing by that.
+    # Experts are sharded along the replicas, so the ranks of a tensor group do not share them.
     if num_sharing > 1 and all(spec.axes and {"edp", "ep"}.issuperset(spec.axes) for spec in specs):
         get_dist_logger().log_once(
             f"tensor parallelism cuts nothing of {type(model).__name__}: {num_sharing} ranks each compute "
@@ -190,10 +190,10 @@ def _log_without_effect(job: Assembly) -> None:
 
 
 def _check_shares_sequence(model: nn.Module, mesh: Mesh) -> None:
-    """Refuse a model that is known to attend to whole sequences, and warn of one that seems to.
+    """Refuse a model of transformers, which attends to whole sequences; warn of other unknown models.
 
     Raises:
-        ValueError: `model` is one of transformers.
+        ValueError: `model` is a transformers model.
     """
     if any(isinstance(part, SharesSequence) for part in model.modules()):
         return

@@ -37,12 +37,12 @@ _BALANCES: Mapping[str, Literal["uniform", "parameters"]] = {
 
 @dataclass(frozen=True)
 class PipelineStages(PlanMethod):
-    """This rank's stages of a model; optimizers keep the parameters of these.
+    """This rank's stages of a model; optimizers keep only the parameters of these.
 
-    A whole model is cut if the options contain a partition. One that is a stage already is taken as it is.
+    A whole model is cut if the options have a partition. A stage is not cut again.
 
     Args:
-        options: How the pipeline is run.
+        options: Options of the pipeline.
         precision: The precision of each stage.
         fused_loss: Whether the model takes the labels, and returns its loss.
     """
@@ -102,14 +102,14 @@ class TiedWeights(PlanMethod):
     """Weights that several stages hold, with equal values and names on all of them.
 
     Args:
-        options: How the pipeline is run.
+        options: Options of the pipeline.
     """
 
     options: PipelineOptions
 
     def apply(self, job: Assembly) -> None:
-        """Share the weights; collective over the pipeline. A layer may have been sharded before."""
-        job.params.bring_all()  # values are made equal before they are cast
+        """Share the weights; collective over the pipeline. A layer can have been sharded before."""
+        job.params.bring_all()  # the first rank's values are broadcast before they are cast
         axis = job.mesh.axis("pp")
         schedule = self.options.make_schedule(axis.size)
         for param, stages in tied_parameters(job.model):
@@ -124,7 +124,7 @@ class TiedWeights(PlanMethod):
 
 
 def _refuse_all_parameters_at_once(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that needs all parameters in one process: the stages of a pipeline have others.
+    """Refuse an optimizer that needs all parameters in one process: each stage has only its own.
 
     Raises:
         ValueError: `optimizer` is LBFGS, or has a `max_grad_norm`.
@@ -143,7 +143,7 @@ def _refuse_all_parameters_at_once(optimizer: Optimizer) -> None:
 
 
 def _keep_own(optimizer: Optimizer, model: nn.Module, given: set[int]) -> None:
-    """Take out of the optimizer what other stages hold; a stranger stays, and is found out later."""
+    """Remove parameters of other stages from an optimizer; unknown ones are kept, and refused later."""
     own = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
         kept = [param for param in group["params"] if id(param) in own or id(param) not in given]
@@ -153,7 +153,7 @@ def _keep_own(optimizer: Optimizer, model: nn.Module, given: set[int]) -> None:
                 "load the state of the optimizer"
             )
         for param in set(group["params"]).difference(kept):
-            optimizer.state.pop(param, None)  # one of before the first step
+            optimizer.state.pop(param, None)  # an initial state from before the first step
         group["params"] = kept
 
 
@@ -168,7 +168,7 @@ def _check_chunks(model: nn.Module, num_stages: int, schedule: Schedule) -> None
 
 
 def _tied_names(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, ...]]]:
-    """Yield the parameters that other stages hold, too, with all their names in the whole model."""
+    """Yield the parameters that are also on other stages, with all their names in the whole model."""
     for stage in model.modules():
         if isinstance(stage, ModelStage):
             named = dict(stage.named_parameters(remove_duplicate=False))
@@ -177,7 +177,7 @@ def _tied_names(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, ...
 
 
 def _tell_names_apart(model: nn.Module, axis: Axis) -> None:
-    """Where stages of the user's own use the same names for different parameters, let checkpoints see it."""
+    """Set a prefix for checkpoints if users' stages use one name for different parameters."""
     own = [name for name, _ in model.named_parameters()]
     names: list[Sequence[str]] = gather_values(own, axis.group)
     if len({name for others in names for name in others}) < sum(map(len, names)):

@@ -17,18 +17,18 @@ from colossalai.shardformer import keep_float32
 
 @dataclass(frozen=True)
 class ParamValues(PlanMethod):
-    """The way of parameters to the device and to the dtype of the precision; lazy ones get values.
+    """Preparation of parameters for the device and the dtype of the precision; lazy ones get values.
 
     Args:
         precision: The precision, which casts them.
-        data: The data method, which takes them.
+        data: The data method, which uses them.
     """
 
     precision: Precision
     data: DataMethod
 
     def validate(self, job: Assembly) -> None:
-        """Check that precision and data method go together.
+        """Check that precision and data method can be combined.
 
         Raises:
             ValueError: The precision keeps masters of whole parameters, and the data method shards them.
@@ -39,10 +39,10 @@ class ParamValues(PlanMethod):
         """Prepare the parameters; no value is moved yet."""
         model = job.model
         job.save_names_and_specs()
-        remove_owners(model.parameters())  # those of an earlier boost
+        remove_owners(model.parameters())  # attributes of an earlier boost
         keep_float32(model)
         casts = self.precision.casts(model, float32_grads=self.data.allows_float32_grads(job.replicas))
-        # A lazy model has what is left of it: this rank's stages, and its shards.
+        # A lazy model is reduced to this rank's stages and shards by now.
         lazy = Materialization(model) if is_lazy(model) else None
         job.params = ArrivingParams(model, casts, job.device, lazy=lazy)
 
@@ -66,7 +66,7 @@ class MovedParams(PlanMethod):
 
 @dataclass(frozen=True)
 class ComputePrecision(PlanMethod):
-    """Casts around forward and backward of a whole model; a pipeline has them around each stage.
+    """Casts around forward and backward of a whole model; a pipeline casts around each stage.
 
     Args:
         precision: The precision.
@@ -75,7 +75,7 @@ class ComputePrecision(PlanMethod):
     precision: Precision
 
     def apply(self, job: Assembly) -> None:
-        """Put the casts around the model."""
+        """Wrap the model in the casts."""
         job.computing = apply_precision(job.model, self.precision, job.device.type)
 
 
@@ -90,10 +90,10 @@ class DataParallelism(PlanMethod):
     method: DataMethod
 
     def apply(self, job: Assembly) -> None:
-        """Make the replicas equal, and average their gradients from here on; collective over them.
+        """Make the replicas equal, and average their gradients afterwards; collective over them.
 
         Raises:
-            ValueError: The data method cannot take the model, or one of the optimizers.
+            ValueError: The data method does not support the model, or one of the optimizers.
         """
         module, blocks, replicas = job.computing, job.blocks, job.replicas
         self.method.check(job.model, job.optimizers, blocks=blocks, replicas=replicas)
@@ -103,7 +103,7 @@ class DataParallelism(PlanMethod):
         job.restore_specs()
 
     def after_apply(self, job: Assembly) -> None:
-        """Draw random numbers from the state that differs between ranks with different parts of a batch."""
+        """Use the random state that differs between ranks with different parts of a batch."""
         mode = _random_mode(job.mesh)
         if mode is not None:
             set_mode(mode)
@@ -117,7 +117,7 @@ def _random_mode(mesh: Mesh) -> ParallelMode | None:
 
 @dataclass(frozen=True)
 class WrappedOptimizers(PlanMethod):
-    """Optimizers of the parameters, masters or shards that the methods have made.
+    """Optimizers of the parameters, masters or shards of the other methods.
 
     Args:
         precision: The precision, which has a loss scale and hooks of a step.
@@ -134,7 +134,7 @@ class WrappedOptimizers(PlanMethod):
 
         Raises:
             ValueError: An optimizer has a parameter that the model lacks, or has made steps with parameters
-                that were replaced, or the data method cannot take it.
+                that were replaced, or the data method does not support it.
         """
         if not job.optimizers:
             return
@@ -166,7 +166,7 @@ class WrappedOptimizers(PlanMethod):
 
 
 def _follow_replaced_params(optimizer: Optimizer, model: nn.Module, names: dict[int, str]) -> None:
-    """Let the optimizer hold the parameters that the model has now, where a method has replaced them."""
+    """Give the optimizer the present parameters of the model, if a method has replaced them."""
     now = dict(model.named_parameters())
     for number, group in enumerate(optimizer.param_groups):
         replaced = [_successor(param, names, now, number) for param in group["params"]]

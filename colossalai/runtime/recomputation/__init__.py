@@ -1,4 +1,4 @@
-"""Activation checkpointing: of blocks, of named parts, of segments of blocks that are run again together."""
+"""Activation checkpointing of blocks, named parts, and segments of blocks that are recomputed together."""
 
 from colossalai.runtime.recomputation._recompute import apply_recompute as apply_recompute
 from colossalai.runtime.recomputation._recompute import find_blocks as find_blocks

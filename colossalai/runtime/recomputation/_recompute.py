@@ -1,4 +1,4 @@
-"""Activation checkpointing of parts of a model: its blocks, or what is named."""
+"""Activation checkpointing of parts of a model: its blocks, or named modules."""
 
 import inspect
 from collections import Counter
@@ -17,18 +17,18 @@ from colossalai.shardformer import follow_batches_once
 def apply_recompute(
     module: nn.Module, select: bool | str | Sequence[str] | Segments, *, stages: Axis | None = None
 ) -> nn.Module:
-    """Checkpoint parts of a module for good, in place; names of parameters do not change.
+    """Checkpoint parts of a module permanently, in place; names of parameters do not change.
 
     Args:
         module: The module.
         select: True for its blocks (see `find_blocks`), or names of sub-modules, or one name; or segments of
             neighbouring blocks that are recomputed together (see `_segments.py`).
-        stages: Where the module is a stage of a pipeline, its ranks, which all call this: a name may be that
-            of another stage's part, and blocks are what any stage has several of.
+        stages: The ranks of the pipeline, if the module is a stage; all call this: a name can be another
+            stage's part, and blocks are the parts that any stage has several of.
 
     Raises:
-        ValueError: A name is not a sub-module, or of one that is never called, or the module has no blocks;
-            or a segment has a block twice, or blocks of several stages.
+        ValueError: `select` has a name that is not a sub-module, or of a sub-module that is never called, or
+            the module has no blocks; or a segment has a block twice, or blocks of several stages.
     """
     if select:
         _recompute(module, select, stages)
@@ -36,16 +36,16 @@ def apply_recompute(
 
 
 def removable_recompute(module: nn.Module, segments: Segments) -> RecomputeHandle:
-    """Let blocks of a module be recomputed in segments, as `apply_recompute` does, until `remove()`.
+    """Checkpoint blocks of a module in segments, as `apply_recompute` does, until `remove()`.
 
-    Batch norms count a batch once, as they do in a model that `assemble` has been given.
+    Batch norms count a batch once, as in a model from `assemble`.
 
     Args:
         module: The whole module.
-        segments: Which blocks.
+        segments: The blocks.
 
     Raises:
-        ValueError: A name of `segments` is not a sub-module, or is one that is never called.
+        ValueError: `segments` has a name that is not a sub-module, or of a sub-module that is never called.
     """
     handle = _recompute(module, segments, None)
     for undo in follow_batches_once(module):
@@ -92,9 +92,9 @@ def _apply_segments(
 
 
 def _caching(module: nn.Module) -> list[nn.Module]:
-    """Return the outermost models whose forward may keep keys and values, as those of transformers do.
+    """Return the outermost models whose forward can cache keys and values, such as those of transformers.
 
-    A block that is run again would find those of its first run, and put its own behind them.
+    A block that is recomputed would find those of its first run, and append its own.
     """
     if "use_cache" in inspect.signature(module.forward).parameters:
         return [module]
@@ -104,15 +104,15 @@ def _caching(module: nn.Module) -> list[nn.Module]:
 def _without_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Keep no cache in training, unless the caller asks for one; a hook before the forward."""
+    """Disable the cache in training, unless the caller enables it; a hook before the forward."""
     return args, {"use_cache": False, **kwargs} if module.training else kwargs
 
 
 def find_blocks(module: nn.Module) -> list[nn.Module]:
     """Return the repeated parts of a model: members of its outermost stacks that are of one class.
 
-    Where there is something else in the stack (an embedding, a head), members without parts of their own,
-    such as linear layers, are no blocks.
+    In a stack with other members (an embedding, a head), members without sub-modules, such as linear layers,
+    are not blocks.
     """
     members = list(dict.fromkeys(module.children()))
     if isinstance(module, PartOfStack):
@@ -143,7 +143,7 @@ def _has_params(module: nn.Module) -> bool:
 
 def _blocks(module: nn.Module, stages: Axis | None) -> list[nn.Module]:
     chosen = find_blocks(module)
-    # A stage may hold one block only, in which nothing is repeated.
+    # A stage can hold only one block, without a repeated class.
     kinds = {kind for found in _of_all({_kind(block) for block in chosen}, stages) for kind in found}
     if not kinds:
         raise ValueError(
@@ -157,7 +157,7 @@ def _kind(module: nn.Module) -> str:
 
 
 def _outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
-    """Return the modules of some classes that are not inside another one of them."""
+    """Return the outermost modules of some classes."""
     if _kind(module) in kinds:
         return [module]
     return [found for child in module.children() for found in _outermost(child, kinds)]
@@ -189,7 +189,7 @@ def _refuse_uncalled(name: str, part: nn.Module) -> None:
 
 
 def _of_all(found: set[str], stages: Axis | None) -> list[set[str]]:
-    """Return what every stage has found."""
+    """Return the findings of every stage."""
     if stages is None:
         return [found]
     return gather_values(found, stages.group)

@@ -1,26 +1,26 @@
 """Segments of activation checkpointing: neighbouring blocks that are recomputed as one, and nested ones.
 
-A checkpoint for each block (1604.06174) keeps the input of every block. A segment of several keeps that of
-its first. When the backward comes to it, it runs forward again, and what is inside of it may be checkpointed
-again, recursively, as in 1911.13214 and, long before, in Griewank, "Achieving logarithmic growth of temporal
-and spatial complexity in reverse automatic differentiation" (1992). The user's own model runs, as it is.
+A checkpoint for each block (1604.06174) keeps the input of every block. A segment of several keeps the input
+of its first. When the backward reaches it, it runs forward again, and its parts can be checkpointed again,
+recursively, as in 1911.13214 and, long before, in Griewank, "Achieving logarithmic growth of temporal
+and spatial complexity in reverse automatic differentiation" (1992). The user's own model runs, unchanged.
 
 [Note: blocks that run as one]
-The model calls its blocks one after the other, and a checkpoint is around one call. So the call of the first
+The model calls its blocks one after the other, and a checkpoint wraps one call. So the call of the first
 block runs all blocks of the segment, each with its hooks. It returns a placeholder, a tensor of the right
 shape without values. The calls of the other blocks compute nothing: each takes the placeholder and returns
-it, and that of the last block returns what was computed. This is what the model meant if
+it, and the call of the last block returns the computed output. This is equivalent to the model if
 
-- each block gets the output of the one before as its first positional argument, untouched and at once;
-- all other arguments are the same objects, or equal plain values, for every block, and what blocks return
-  beside the first element of a tuple is some of these;
+- each block gets the output of the one before as its first positional argument, unchanged and at once;
+- all other arguments are the same objects, or equal plain values, for every block, and the elements after the
+  first of a tuple that a block returns are some of these;
 - every block of the segment is called, once and in order.
 
-All of it is seen in the calls. Whatever else touches the placeholder gets an error, between two blocks or
-later. The model never computes something else than it does without segments.
+All of it is checked in the calls. Any other use of the placeholder raises an error, between two blocks or
+later. The model never computes other values than without segments.
 
-The call is taken over in front of the hooks (a class before that of the block, by which names do not change):
-a hook around the placeholder would be told that a block has run which has not. A hook of a block in a segment
+The call is intercepted before the hooks (by a class before the block's, so that names do not change): a hook
+that saw the placeholder would report a block that has not run. A hook of a block in a segment
 of several runs whenever the block does, in the recomputation, too.
 """
 
@@ -45,13 +45,13 @@ class RecomputeSegment:
     """Blocks `first` to `last` - 1 of a chain, checkpointed as one: only the input of the first is kept.
 
     Attributes:
-        first: Number of its first block.
-        last: Number of the block behind its last one.
-        inner: Which parts of it are checkpointed again when it is run for the backward; they are in order,
-            apart from each other, and each is less than the whole.
+        first: Index of its first block.
+        last: Index after its last block.
+        inner: Segments of it that are checkpointed again when it is recomputed; they are in order,
+            disjoint, and each is less than the whole.
 
     Raises:
-        ValueError: The segment has no block, or its `inner` segments are not inside of it, or not in order.
+        ValueError: `first` is not below `last`, or `inner` segments are not inside of it, or not in order.
     """
 
     first: int
@@ -74,7 +74,7 @@ class RecomputeSegment:
 
     @property
     def parts(self) -> "tuple[int | RecomputeSegment, ...]":
-        """What is run one after the other when it is run for the backward: blocks, and inner segments."""
+        """The blocks and inner segments that a recomputation runs, in order."""
         return parts_of(self.first, self.last, self.inner)
 
     def as_lists(self) -> Lists:
@@ -83,10 +83,10 @@ class RecomputeSegment:
 
     @staticmethod
     def from_lists(lists: Sequence[Any]) -> "RecomputeSegment":
-        """Return the segment of which `as_lists` made lists.
+        """Return the segment from the lists of `as_lists`.
 
         Raises:
-            ValueError: `lists` is not two numbers and a list of the same kind, or no segment.
+            ValueError: `lists` is not two numbers and a list of the same kind, or not a segment.
         """
         match lists:
             case [int(first), int(last), [*inner]]:
@@ -96,14 +96,14 @@ class RecomputeSegment:
 
 @dataclass(frozen=True)
 class Segments:
-    """Which blocks of a model are recomputed together; blocks in no segment keep all that they compute.
+    """Blocks of a model that are recomputed together; blocks in no segment keep all their activations.
 
     Attributes:
-        segments: In order, and apart from each other.
-        names: The full names of the blocks, in the order in which they run; segments count in it.
+        segments: The segments, in order and disjoint.
+        names: The full names of the blocks, in the order in which they run; segments are indices into it.
 
     Raises:
-        ValueError: The segments are not in order or beyond the blocks, or a name is there twice.
+        ValueError: `segments` are not in order or beyond the blocks, or a name is there twice.
     """
 
     segments: tuple[RecomputeSegment, ...]
@@ -125,7 +125,7 @@ class Segments:
 
     @staticmethod
     def from_lists(lists: Sequence[Any]) -> "Segments":
-        """Return the segments of which `as_lists` made lists.
+        """Return the segments from the lists of `as_lists`.
 
         Raises:
             ValueError: `lists` is not a list of segments and one of names, or these do not fit together.
@@ -139,7 +139,7 @@ class Segments:
 def parts_of(
     first: int, last: int, segments: Sequence[RecomputeSegment]
 ) -> tuple[int | RecomputeSegment, ...]:
-    """Return the blocks and segments that follow one another in a range of blocks."""
+    """Return the blocks and segments of a range of blocks, in order."""
     parts: list[int | RecomputeSegment] = []
     for segment in segments:
         parts += [*range(first, segment.first), segment]
@@ -159,9 +159,9 @@ def _check_order(segments: Sequence[RecomputeSegment], first: int, last: int, wh
 
 
 class RecomputeHandle:
-    """Takes recomputation off a module again, as torch's `RemovableHandle` does a hook.
+    """Removes recomputation from a module, as torch's `RemovableHandle` removes a hook.
 
-    A deep copy of the module with its handle has a handle of its own.
+    A deep copy of the module with its handle has its own handle.
     """
 
     def __init__(self) -> None:
@@ -169,19 +169,19 @@ class RecomputeHandle:
         self._steps: list[Callable[[], Any]] = []
 
     def checkpoint_forward(self, part: nn.Module) -> None:
-        """Let a module be checkpointed whenever it is called."""
-        own = vars(part).get("forward")  # a module may have one of its own, beside that of its class
+        """Checkpoint a module in every call."""
+        own = vars(part).get("forward")  # a module can have its own, in addition to its class's
         self.behind(
             partial(delattr, part, "forward") if own is None else partial(setattr, part, "forward", own)
         )
         part.forward = partial(checkpoint, part.forward, False)
 
     def behind(self, step: Callable[[], Any]) -> None:
-        """Add what takes back one change; the last one is taken back first."""
+        """Add a function that undoes a change; the last one runs first."""
         self._steps.append(step)
 
     def remove(self) -> None:
-        """Let the module run as it did before."""
+        """Undo all changes of the module."""
         while self._steps:
             self._steps.pop()()
 
@@ -189,13 +189,13 @@ class RecomputeHandle:
 def run_in_segments(
     chosen: Segments, blocks: Mapping[str, nn.Module], module: nn.Module, handle: RecomputeHandle
 ) -> None:
-    """Let the blocks of a model run in segments, in place; names of parameters do not change.
+    """Make the blocks of a model run in segments, in place; names of parameters do not change.
 
     Args:
         chosen: The segments.
-        blocks: By name, those that are here; of a segment all are, or none (it is in another stage).
+        blocks: The present blocks by name; of a segment all or none (it is in another stage).
         module: The model.
-        handle: Is told how each change is taken back.
+        handle: Receives the functions that undo the changes.
 
     Raises:
         ValueError: A block has two names, is inside of another one, or is in segments already.
@@ -218,7 +218,7 @@ def run_in_segments(
         for number, name in enumerate(names):
             block = blocks[name]
             kind = type(block)
-            if kind not in classes:  # blocks of one class stay of one class
+            if kind not in classes:  # blocks of one class keep a common class
                 named = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
                 classes[kind] = type(kind.__name__, (_InSegment, kind), named)
             handle.behind(partial(setattr, block, "__class__", kind))
@@ -228,7 +228,7 @@ def run_in_segments(
 
 
 def _caller_of(names: Sequence[str], known: Mapping[str, nn.Module]) -> nn.Module:
-    """Return the innermost module that has all of some modules in it and is called itself."""
+    """Return the innermost module that contains some modules and is called itself."""
     paths = [name.split(".")[:-1] for name in names]
     shared = [each[0] for each in takewhile(lambda each: len(set(each)) == 1, zip(*paths, strict=False))]
     while shared and type(known[".".join(shared)]).forward is nn.Module.forward:
@@ -254,30 +254,30 @@ def _refuse_overlaps(blocks: Mapping[str, nn.Module]) -> None:
 
 
 class _InSegment(nn.Module):
-    """The class that stands before that of a block of a segment of several."""
+    """Base class that is put before the class of a block in a segment of several."""
 
     place_in_segment: "tuple[SegmentRunner, int]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # See [Note: blocks that run as one]: the hooks of the block are behind this.
+        # See [Note: blocks that run as one]: the hooks of the block run inside this call.
         runner, number = self.place_in_segment
         return runner.call(number, args, kwargs)
 
 
 def _run_itself(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a block of a segment, with its hooks, as it is run without one."""
+    """Run a block of a segment, with its hooks, as without a segment."""
     return super(_InSegment, cast(_InSegment, block)).__call__(*args, **kwargs)
 
 
 @dataclass
 class _Given:
-    """What every block of a segment gets beside the hidden state, and returns beside it.
+    """Arguments and results of every block of a segment other than the hidden state.
 
     Attributes:
-        args: The positional arguments behind the first.
+        args: The positional arguments after the first.
         kwargs: The keyword arguments.
-        returned: For each block what is behind the first element of the tuple that it returns; None: it
-            returns a tensor.
+        returned: For each block the elements of its returned tuple after the first; None: it returns a
+            tensor.
     """
 
     args: tuple[Any, ...]
@@ -290,10 +290,10 @@ class _RunOfBlocks:
     """A segment whose first block has been called, and whose last one has not.
 
     Attributes:
-        given: What the first one was called with.
-        output: What the last one has returned.
-        placeholder: What stands for the hidden state until then.
-        next: The number of the block whose call is awaited.
+        given: The arguments of the first one.
+        output: The output of the last one.
+        placeholder: The placeholder of the hidden state until then.
+        next: The index of the next block to be called.
     """
 
     given: _Given
@@ -307,7 +307,7 @@ class SegmentRunner:
 
     Args:
         segment: The segment, of at least two blocks.
-        names: Those of its blocks.
+        names: Names of its blocks.
         blocks: Its blocks.
     """
 
@@ -316,14 +316,14 @@ class SegmentRunner:
         self._names = tuple(names)
         self._blocks = tuple(blocks)
         self._pass: _RunOfBlocks | None = None
-        self._runs: int | None = None  # in this forward of the owner; None: outside of one
+        self._runs: int | None = None  # number of runs in this forward of the owner; None: outside of one
 
     def begin(self, *_: Any) -> None:
-        """Forget what an error has left; a hook before the owner's forward."""
+        """Reset the state after an error; a hook before the owner's forward."""
         self._pass, self._runs = None, 0
 
     def end(self, *_: Any) -> None:
-        """Check that the blocks have been called; a hook behind the owner's forward.
+        """Check that the blocks have been called; a hook after the owner's forward.
 
         Raises:
             RuntimeError: A block has not been called.
@@ -333,15 +333,15 @@ class SegmentRunner:
             self._refuse(f"{self._names[self._pass.next]!r} is not called after the block before it")
 
     def call(self, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return what a block returns to the model; see the Note of this module.
+        """Return the result of a block's call by the model; see the Note of this module.
 
         Args:
-            number: Which of the segment's blocks it is.
-            args: What the model calls it with.
-            kwargs: The same.
+            number: Index of the block in the segment.
+            args: Positional arguments of the call.
+            kwargs: Keyword arguments of the call.
 
         Raises:
-            RuntimeError: The blocks cannot run as one: the message says what the model does.
+            RuntimeError: The blocks cannot run as one; the message has the call that prevents it.
         """
         block = self._blocks[number]
         if self._pass is not None:
@@ -365,10 +365,10 @@ class SegmentRunner:
         return checkpoint(function, False, function.mark)
 
     def _run_parts(self, segment: RecomputeSegment, carried: list[Tensor], *, given: _Given) -> Any:
-        """Run the parts of a segment; `carried` holds the hidden state, and gives it away."""
+        """Run the parts of a segment; the hidden state is removed from `carried`."""
         *parts, last_part = segment.parts
         for part in parts:
-            # No name of this frame holds a hidden state while the next part is run: it may be long.
+            # No name of this frame refers to a hidden state while the next part runs, which can take long.
             carried.append(_hidden(self._run_part(part, carried, given)))
         return self._run_part(last_part, carried, given)
 
@@ -381,7 +381,7 @@ class SegmentRunner:
         return output
 
     def _beside(self, number: int, output: Any, given: _Given) -> tuple[Any, ...] | None:
-        """Return what is in a block's output beside the hidden state."""
+        """Return the elements of a block's output other than the hidden state."""
         if isinstance(output, Tensor):
             return None
         name = self._names[number]
@@ -433,19 +433,19 @@ class SegmentRunner:
 class _FromKeptInput:
     """A function of a hidden state, to be checkpointed, that keeps its input itself.
 
-    torch's own checkpoint holds its arguments while the function runs. Around a block in several segments,
-    one in the other, these would be the inputs of all of them, of which only that of the outermost is kept in
-    this forward. So the function has no such argument: when it runs first it takes the state out of the list
-    that it is given in, and later it has what autograd saved. The hooks of the segment around decide what
-    that is: the tensor, or what stands for it until that segment has been recomputed.
+    torch's own checkpoint holds its arguments while the function runs. For a block in several nested
+    segments, these would be the inputs of all of them, while this forward keeps only the input of the
+    outermost. So the function has no such argument: its first run takes the state out of the given list,
+    later ones use the tensor saved by autograd. The hooks of the enclosing segment determine that one: the
+    tensor itself, or its placeholder until the segment has been recomputed.
 
     Args:
         function: Takes a list with the hidden state, which it empties.
         carried: The same list, full.
 
     Attributes:
-        mark: An empty tensor with the saved state behind it, of its device: the argument for `checkpoint`, by
-            which the recomputation of the segment around is through before this one begins.
+        mark: An empty tensor on its device whose graph node has the saved state: the argument of
+            `checkpoint`, so that the enclosing segment's recomputation ends before this one begins.
     """
 
     def __init__(self, function: Callable[[list[Tensor]], Any], carried: list[Tensor]) -> None:
@@ -461,7 +461,7 @@ class _FromKeptInput:
 
 
 class _Keep(torch.autograd.Function):
-    """Saves a tensor as any operation does, under the hooks in force, and computes nothing."""
+    """Saves a tensor like any operation, under the hooks in force, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, kept: Tensor, _: Tensor) -> Tensor:
@@ -474,10 +474,10 @@ class _Keep(torch.autograd.Function):
 
 
 class _Placeholder(Tensor):
-    """A tensor without values between the blocks of a segment; whatever computes with it gets an error.
+    """A tensor without values between the blocks of a segment; computing with it raises an error.
 
     Args:
-        like: What it stands for; shape, type and device are as of this one.
+        like: The tensor that it replaces, with the same shape, dtype and device.
         block: The first block of the segment.
     """
 
@@ -499,14 +499,14 @@ class _Placeholder(Tensor):
         """Refuse the operation."""
         found = [each for each in tree_leaves((args, kwargs)) if isinstance(each, _Placeholder)]
         raise RuntimeError(
-            f"the model uses ({func}) what comes out between two blocks of the segment that "
-            f"{found[0].block!r} begins, and the blocks of a segment run as one: take segments of one block "
+            f"the model uses ({func}) the output between two blocks of the segment that begins with "
+            f"{found[0].block!r}, and the blocks of a segment run as one: take segments of one block "
             "each"
         )
 
 
 def _hidden(output: Any) -> Tensor:
-    """Return what a block hands to the next one."""
+    """Return the input of the next block from the output of a block."""
     hidden: Tensor = output if isinstance(output, Tensor) else output[0]
     return hidden
 
@@ -516,7 +516,7 @@ def _shaped(hidden: Tensor, beside: tuple[Any, ...] | None) -> Any:
 
 
 def _is_same(value: Any, other: Any) -> bool:
-    """Whether two arguments are one object, equal plain values, or containers of such."""
+    """Return whether two arguments are one object, equal plain values, or containers of such."""
     if value is other:
         return True
     if type(value) is not type(other):

@@ -1,12 +1,12 @@
-"""The shard of a stream (`IterableDataset`) that one replica reads, with any number of workers.
+"""Shard of a stream (`IterableDataset`) for one replica, with any number of workers.
 
 [Note: how a stream is dealt]
 A stream has neither a length nor positions, so each worker of each replica reads all of it. Every
-`num_replicas` samples in a row are a round, of which each replica takes one, as `DataParallelSampler` deals.
-A whole round is read before its sample is handed out, so each replica knows whether the last one is complete,
-and all end after the same batch without a message. A replica's workers take turns in batches, so the batches
-and their order are those of one process. A stream that reads `get_worker_info()` divides itself over workers,
-as torch asks of it: there each worker deals what its own copy yields, and forms batches of that.
+`num_replicas` samples in a row are a round, of which each replica takes one, like `DataParallelSampler`.
+A whole round is read before its sample is returned, so each replica can check that the last one is
+complete, and all end after the same batch without a message. A replica's workers take turns in batches, so
+the batches and their order are those of one process. A stream that reads `get_worker_info()` divides itself
+over workers, as torch requires: then each worker deals its own copy's samples, and forms batches of them.
 """
 
 from collections.abc import Callable, Iterator
@@ -23,14 +23,14 @@ _PASSED_ON = (
 
 
 class DealtSample(NamedTuple):
-    """A sample of this replica, and how many replicas have a sample of their own in its round."""
+    """A sample of this replica, and the number of replicas with a distinct sample in its round."""
 
     sample: Any
     of_all: int
 
 
 class DealtBatch(NamedTuple):
-    """A batch of this replica, with its number of samples, and of different ones on all replicas."""
+    """A batch of this replica, with its number of samples, and of distinct ones on all replicas."""
 
     batch: Any
     of_replica: int
@@ -41,12 +41,12 @@ class StreamShard(IterableDataset[DealtSample]):
     """The samples of one replica, in this worker.
 
     Args:
-        stream: Yields the same samples in the same order in every process.
+        stream: A dataset that yields the same samples in the same order in every process.
         num_replicas: Number of replicas.
-        replica: Number of this one.
-        batch_size: Samples in a batch; None where the stream yields batches.
-        drop_last: If the last round is incomplete: leave it out; otherwise the first samples of the stream
-            stand in for the missing ones.
+        replica: Index of this one.
+        batch_size: Samples in a batch; None if the stream yields batches.
+        drop_last: If the last round is incomplete: drop it; otherwise the first samples of the stream
+            complete it.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class StreamShard(IterableDataset[DealtSample]):
                 yield dealt
 
     def _rounds(self) -> Iterator[DealtSample]:
-        """Return this replica's sample of each round."""
+        """Yield this replica's sample of each round."""
         samples = iter(self.stream)
         first = current = list(islice(samples, self.num_replicas))
         while len(current) == self.num_replicas:
@@ -87,7 +87,7 @@ class StreamShard(IterableDataset[DealtSample]):
 
 
 def dealing_loader(loader: DataLoader[Any], shard: StreamShard) -> DataLoader[Any]:
-    """Return a loader of `DealtBatch` with the options that `loader` has now."""
+    """Return a loader of `DealtBatch` with the present options of `loader`."""
     return DataLoader(
         shard,
         collate_fn=_CollateDealt(loader.collate_fn, is_batch=loader.batch_size is not None),
@@ -100,7 +100,7 @@ def refuse_divided(stream: Dataset[Any]) -> None:
     """Refuse a stream that is known to divide itself over ranks.
 
     Raises:
-        ValueError: `stream` is a data pipe of torch, or went through `split_dataset_by_node` of datasets.
+        ValueError: `stream` is a torch data pipe, or a result of `split_dataset_by_node` of datasets.
     """
     if isinstance(stream, IterDataPipe):
         raise ValueError(
@@ -129,10 +129,10 @@ class _CollateDealt:
 
 
 class _WatchedWorkerInfo:
-    """torch's `WorkerInfo` that remembers which of its attributes were read.
+    """torch's `WorkerInfo` with a record of the attributes that were read.
 
     Args:
-        given: That of torch, whose dataset is the `StreamShard`.
+        given: torch's `WorkerInfo`, whose dataset is the `StreamShard`.
     """
 
     def __init__(self, given: Any) -> None:
@@ -147,7 +147,7 @@ class _WatchedWorkerInfo:
 
 
 class _WorkerStart:
-    """A `worker_init_fn` that puts a `_WatchedWorkerInfo` in place and calls the user's function."""
+    """A `worker_init_fn` that installs a `_WatchedWorkerInfo` and calls the user's function."""
 
     def __init__(self, init: Callable[[int], None] | None) -> None:
         self.init = init
@@ -156,7 +156,7 @@ class _WorkerStart:
         info = _WatchedWorkerInfo(get_worker_info())
         worker_module._worker_info = info  # type: ignore[assignment]  # get_worker_info() returns it
         found: Any = get_worker_info()
-        assert found is info, "torch keeps the worker info elsewhere now"
+        assert found is info, "torch keeps the worker info in another place now"
         if self.init is not None:
             self.init(worker)
         if "dataset" not in info.names_read:  # it has seeded something; else it divides the stream itself

@@ -300,5 +300,5 @@ def test_features_that_a_plan_leaves_open_are_added_to_it(tmp_path: Path) -> Non
     assert (found.accumulation_steps, found.clip_grad_norm) == (2, 0.5)
     assert found.data == plan.runtime_plan().data
     options = PipelineSchedule(num_microbatches=2).options
-    with pytest.raises(ConfigException, match="both say how a pipeline is run"):
+    with pytest.raises(ConfigException, match="both determine the run of a pipeline"):
         Plan.from_config(config, pipeline=options, auto=plan.runtime_plan())
