@@ -52,7 +52,7 @@ _LENGTH: Expected = ((1,), torch.int64)
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class PendingSend:
     """Tensors in flight to another rank; they must not change until `wait` has returned."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -65,7 +65,7 @@ class Sent:
 
 
 @dataclass(frozen=True, slots=True)
-class Arriving:
+class PendingReceive:
     """Tensors in flight from another rank, and the shapes and axis for gathering them."""
 
     tensors: tuple[torch.Tensor, ...]
@@ -124,13 +124,13 @@ class Channel:
         """
         unordered = {(min(pair), max(pair)) for pair in pairs}
         for low, high in sorted(unordered - self._connected):
-            self._greet(low, high)
-            self._greet(high, low)
+            self._connect_pair(low, high)
+            self._connect_pair(high, low)
         self._connected |= unordered
 
     def send(
         self, tensors: Iterable[torch.Tensor], peer: int, blame: Callable[[], str], *, whole: bool = False
-    ) -> Sent:
+    ) -> PendingSend:
         """Begin to send tensors to a pipeline rank; with `whole` they are not cut along the scatter axis."""
         axis = None if whole else self.scatter_axis
         parts = []
@@ -140,11 +140,11 @@ class Channel:
                 part = part.view(-1).chunk(axis.size)[axis.rank]
             parts.append(part)
         works = self._start(self._group(self.rank, peer).send, parts, peer, blame)
-        return Sent(tuple(parts), works, blame)
+        return PendingSend(tuple(parts), works, blame)
 
     def receive(
         self, specs: Iterable[Expected], peer: int, blame: Callable[[], str], *, whole: bool = False
-    ) -> Arriving:
+    ) -> PendingReceive:
         """Begin to receive tensors of known shapes and dtypes from a pipeline rank; see `send`."""
         axis = None if whole else self.scatter_axis
         shapes, places = [], []
@@ -154,7 +154,7 @@ class Channel:
                 shape = (math.prod(shape) // axis.size,)
             places.append(torch.empty(shape, dtype=dtype, device=self.device))
         works = self._start(self._group(peer, self.rank).recv, places, peer, blame)
-        return Arriving(tuple(places), works, blame, tuple(shapes), axis)
+        return PendingReceive(tuple(places), works, blame, tuple(shapes), axis)
 
     def _start(
         self,
@@ -172,16 +172,18 @@ class Channel:
             raise _peer_error(error, blame) from error
         return tuple(works)
 
-    def _greet(self, source: int, destination: int) -> None:
+    def _connect_pair(self, source: int, destination: int) -> None:
         if self.rank not in (source, destination):
             return
         token = torch.zeros(1, device=self.device)
         if self.rank == source:
-            self.send([token], destination, lambda: self._who(destination), whole=True).wait()
+            self.send([token], destination, lambda: self._describe_peer(destination), whole=True).wait()
         else:
-            self.receive([((1,), token.dtype)], source, lambda: self._who(source), whole=True).wait()
+            self.receive(
+                [((1,), token.dtype)], source, lambda: self._describe_peer(source), whole=True
+            ).wait()
 
-    def _who(self, peer: int) -> str:
+    def _describe_peer(self, peer: int) -> str:
         return (
             f"pipeline rank {peer} (rank {self.axis.ranks[peer]}) {{}} while pipeline rank {self.rank} "
             f"(rank {self.axis.mesh.rank}) connected to it"
@@ -230,8 +232,8 @@ class Exchange:
         self._specs, self._data, self._fixed = specs, data, fixed
         self._tokens: dict[int, int] = {-1: common}  # of the stages of this rank and of those before them
         self._unposted: dict[int, deque[Message]] = {}  # by sender: messages of unknown shapes, in order
-        self._arriving: dict[Message, Arriving] = {}
-        self._on_their_way: dict[Message, list[Sent]] = {}
+        self._receives: dict[Message, PendingReceive] = {}
+        self._in_flight: dict[Message, list[PendingSend]] = {}
         self._sent_specs: dict[tuple[int, int], PayloadSpec] = {}
         self._received_specs: dict[tuple[int, int], PayloadSpec] = {}
 
@@ -308,17 +310,17 @@ class Exchange:
         message = step.message
         assert message is not None, "a message is received"
         unposted = self._unposted[message.source]
-        while message not in self._arriving:  # new shapes: the spec of the first unposted message comes next
-            self._learn(unposted[0])
+        while message not in self._receives:  # new shapes: the spec of the first unposted message comes next
+            self._receive_spec(unposted[0])
             self._post_known(unposted)
-        arriving = self._arriving.pop(message)
-        transfers: list[Sent | Arriving] = [arriving]
+        arriving = self._receives.pop(message)
+        transfers: list[PendingSend | PendingReceive] = [arriving]
         for each in step.over:  # sends that are complete, too: see [Note: when a send is over]
-            transfers += self._on_their_way.pop(each)
+            transfers += self._in_flight.pop(each)
         _wait_for(transfers)  # blocks until the peer has sent the message
         tensors = list(arriving.tensors) if arriving.axis is None else arriving.whole()
         if message.kind is MessageKind.TOKEN:
-            self._take_token(message, *tensors)
+            self._accept_token(message, *tensors)
             return
         if message.kind is MessageKind.GRADIENT:
             del self._sent_specs[message.stage, message.microbatch]
@@ -332,13 +334,13 @@ class Exchange:
 
     def finish(self) -> None:
         """Wait for the remaining sends, and free their tensors."""
-        for messages in self._on_their_way.values():
+        for messages in self._in_flight.values():
             _wait_for(messages)
-        self._on_their_way.clear()
+        self._in_flight.clear()
 
     def _send(self, tensors: Sequence[torch.Tensor], message: Message, *, whole: bool = False) -> None:
         sent = self.channel.send(tensors, message.destination, partial(self._blame, message), whole=whole)
-        self._on_their_way.setdefault(message, []).append(sent)
+        self._in_flight.setdefault(message, []).append(sent)
 
     def _post_known(self, unposted: deque[Message]) -> None:
         """Begin to receive the next messages of a rank, in order, up to the first of unknown shapes.
@@ -358,11 +360,11 @@ class Exchange:
                     if tensor.requires_grad or message.kind is not MessageKind.GRADIENT:
                         shapes.append((tensor.shape, tensor.dtype))
             unposted.popleft()
-            self._arriving[message] = self.channel.receive(
+            self._receives[message] = self.channel.receive(
                 shapes, message.source, partial(self._blame, message), whole=message.kind is MessageKind.TOKEN
             )
 
-    def _learn(self, message: Message) -> None:
+    def _receive_spec(self, message: Message) -> None:
         """Receive the spec that is sent before an activation of new shapes."""
         assert message.kind is MessageKind.ACTIVATION, f"nothing goes ahead of {message}"
         peer, blame = message.source, partial(self._blame, message)
@@ -381,7 +383,7 @@ class Exchange:
         stage = message.stage - 1
         return self._specs.get((stage, self._tokens[stage], self._data[message.microbatch]))
 
-    def _take_token(self, message: Message, values: torch.Tensor) -> None:
+    def _accept_token(self, message: Message, values: torch.Tensor) -> None:
         stage = message.stage - 1
         common, self._tokens[stage] = values.tolist()
         if common != self._common:
@@ -404,7 +406,7 @@ class Exchange:
         return f"{self._name(message.stage)} {{}} while {self._name(other)} sent it the {what}"
 
 
-def _wait_for(transfers: Iterable[Sent | Arriving]) -> None:
+def _wait_for(transfers: Iterable[PendingSend | PendingReceive]) -> None:
     """Wait for transfers, one after the other."""
     for transfer in transfers:
         try:

@@ -85,7 +85,7 @@ class PipelineResult:
 
 
 @dataclass
-class _Live:
+class _LiveMicrobatch:
     """A microbatch on a stage, between its forward and its last backward.
 
     Attributes:
@@ -343,8 +343,8 @@ class _Run:
         self._stage_context, self._on_last_backward = stage_context, on_last_backward
         self._convert_activation = convert_activation
         self._collection = collection
-        self._live: dict[int, dict[int, _Live]] = {stage: {} for stage in lowered.callers}
-        self._made: Any = None  # result of a computation, for the next step, which sends it or hands it on
+        self._live: dict[int, dict[int, _LiveMicrobatch]] = {stage: {} for stage in lowered.callers}
+        self._result: Any = None  # result of a computation, for the next step, which sends it or hands it on
 
     @property
     def handlers(self) -> dict[StepKind, Callable[[ScheduleStep], None]]:
@@ -389,9 +389,9 @@ class _Run:
                     output = (output, total)
                 del forward, carried, total
         del received
-        live = _Live(inputs, [])
+        live = _LiveMicrobatch(inputs, [])
         if stage < self._last_stage:
-            self._made = output if self._convert_activation is None else self._convert_activation(output)
+            self._result = output if self._convert_activation is None else self._convert_activation(output)
         else:
             live.outputs = self._finish_forward(output, microbatch)
         if torch.is_grad_enabled():
@@ -415,8 +415,8 @@ class _Run:
     def _pass_output_on(self, step: ScheduleStep) -> None:
         """Send an output, or hand it to the next stage of this rank, and keep its graph edges."""
         stage, microbatch = step.action.stage, step.action.microbatch
-        spec, tensors = take_apart(self._made)
-        self._made = None
+        spec, tensors = take_apart(self._result)
+        self._result = None
         if step.message is not None:
             # The exchange keeps the tensors until the send is complete; only their graph edges are kept here.
             spec = self._exchange.send_activation(step.message, spec, tensors)
@@ -433,17 +433,17 @@ class _Run:
     def _backward(self, step: ScheduleStep) -> None:
         # Inputs, graph and gradients of the microbatch are freed on return, except for sent tensors.
         live = self._live[step.action.stage].pop(step.action.microbatch)
-        outputs, grads = self._useful(live, step)
+        outputs, grads = self._edges_with_gradient(live, step)
         if outputs:
             torch.autograd.backward(outputs, grads)
-        self._made = []
+        self._result = []
         for leaf in live.inputs:
-            self._made.append(leaf.grad)
+            self._result.append(leaf.grad)
             leaf.grad = None
 
     def _input_grad(self, step: ScheduleStep) -> None:
         live = self._live[step.action.stage][step.action.microbatch]
-        self._made, live.pending = input_grads(*self._useful(live, step), live.inputs)
+        self._result, live.pending = input_grads(*self._edges_with_gradient(live, step), live.inputs)
         live.outputs, live.inputs = [], []
 
     def _weight_grad(self, step: ScheduleStep) -> None:
@@ -451,7 +451,9 @@ class _Run:
         assert live.pending is not None, "the input gradient is computed first"
         live.pending.weight_grads()
 
-    def _useful(self, live: _Live, step: ScheduleStep) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+    def _edges_with_gradient(
+        self, live: _LiveMicrobatch, step: ScheduleStep
+    ) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """Return the graph edges of a microbatch with a gradient to propagate, and the gradients."""
         stage, microbatch = step.action.stage, step.action.microbatch
         if stage == self._last_stage:
@@ -467,12 +469,12 @@ class _Run:
 
     def _send_gradients(self, step: ScheduleStep) -> None:
         assert step.message is not None, "a message is sent"
-        self._exchange.send_gradients(step.message, self._made)
-        self._made = None
+        self._exchange.send_gradients(step.message, self._result)
+        self._result = None
 
     def _hand_gradients(self, step: ScheduleStep) -> None:
-        self._exchange.gradients[step.action.stage - 1, step.action.microbatch] = self._made
-        self._made = None
+        self._exchange.gradients[step.action.stage - 1, step.action.microbatch] = self._result
+        self._result = None
 
     def _begin_stage(self, step: ScheduleStep) -> None:
         """Send the next stage a token of the mode and the parameters with a gradient, beyond the data."""

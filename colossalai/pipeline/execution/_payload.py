@@ -50,8 +50,8 @@ class PayloadSpec:
 
     def encode(self) -> torch.Tensor:
         """Return the spec as a uint8 tensor."""
-        told = _CODEC.encode((_as_told(self.structure), self.tensors))
-        return torch.frombuffer(bytearray(told), dtype=torch.uint8)
+        encoded = _CODEC.encode((_encode_structure(self.structure), self.tensors))
+        return torch.frombuffer(bytearray(encoded), dtype=torch.uint8)
 
     @staticmethod
     def decode(encoded: torch.Tensor) -> "PayloadSpec":
@@ -62,7 +62,7 @@ class PayloadSpec:
                 has not imported.
         """
         structure, tensors = _CODEC.decode(encoded.cpu().numpy().tobytes())
-        return PayloadSpec(_as_was(structure), tensors)
+        return PayloadSpec(_decode_structure(structure), tensors)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,35 +78,35 @@ _FIRST = TensorSlot(0)
 _CODEC = PlainCodec(TensorSlot, TensorSpec, _Made)
 
 
-def _as_told(value: Any) -> Any:
+def _encode_structure(value: Any) -> Any:
     """Return a structure of tuples, lists and dicts, with other containers as `_Made`."""
     if isinstance(value, Mapping):
-        parts = {key: _as_told(part) for key, part in value.items()}
-        return parts if type(value) is dict else _made(value, tuple(parts.items()))
+        parts = {key: _encode_structure(part) for key, part in value.items()}
+        return parts if type(value) is dict else _encode_container(value, tuple(parts.items()))
     if isinstance(value, tuple | list):
-        items = [_as_told(part) for part in value]
+        items = [_encode_structure(part) for part in value]
         if type(value) is list:
             return items
-        return tuple(items) if type(value) is tuple else _made(value, tuple(items))
+        return tuple(items) if type(value) is tuple else _encode_container(value, tuple(items))
     return value
 
 
-def _made(value: Any, parts: tuple[Any, ...]) -> _Made:
+def _encode_container(value: Any, parts: tuple[Any, ...]) -> _Made:
     return _Made(type(value).__module__, type(value).__qualname__, parts)
 
 
-def _as_was(value: Any) -> Any:
-    """Return the structure from the result of `_as_told`.
+def _decode_structure(value: Any) -> Any:
+    """Return the structure from the result of `_encode_structure`.
 
     A class is looked up only among the modules that this process has imported, and must be a container, so
     decoding runs no code but its constructor.
     """
     if isinstance(value, dict):
-        return {key: _as_was(part) for key, part in value.items()}
+        return {key: _decode_structure(part) for key, part in value.items()}
     if isinstance(value, list):
-        return [_as_was(part) for part in value]
+        return [_decode_structure(part) for part in value]
     if isinstance(value, tuple):
-        return tuple(_as_was(part) for part in value)
+        return tuple(_decode_structure(part) for part in value)
     if not isinstance(value, _Made):
         return value
     kind: Any = sys.modules.get(value.module)
@@ -114,7 +114,7 @@ def _as_was(value: Any) -> Any:
         kind = vars(kind).get(name) if isinstance(kind, ModuleType | type) else None
     if not isinstance(kind, type) or not issubclass(kind, dict | UserDict | tuple | list):
         raise ValueError(f"a stage sent a {value.module}.{value.name}, which is not a known container")
-    parts = tuple(_as_was(part) for part in value.parts)
+    parts = tuple(_decode_structure(part) for part in value.parts)
     if issubclass(kind, tuple) and hasattr(kind, "_fields"):
         return kind(*parts)
     return kind(dict(parts) if issubclass(kind, dict | UserDict) else parts)

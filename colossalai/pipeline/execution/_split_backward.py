@@ -39,7 +39,7 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 @dataclass
-class _Late:
+class _DeferredNode:
     """An inner node whose branches are left to the second part."""
 
     node: Node
@@ -73,7 +73,7 @@ class PendingBackward:
 
     edges: list[GradientEdge] = field(default_factory=list)
     grads: list[torch.Tensor | None] = field(default_factory=list)
-    late: list[_Late] = field(default_factory=list)
+    late: list[_DeferredNode] = field(default_factory=list)
     leaves: list[torch.Tensor] | None = None
     owners: list[GradientEdge] = field(default_factory=list)
 
@@ -157,12 +157,12 @@ class _Graph:
             if any(child in self.inner for child, _ in node.next_functions):
                 self.inner.add(node)
 
-    def cut(self) -> tuple[list[GradientEdge], list[_Late]]:
+    def cut(self) -> tuple[list[GradientEdge], list[_DeferredNode]]:
         """Return the branches to capture in the first part, and the nodes left to the second.
 
         See [Note: where a backward is cut].
         """
-        early: dict[GradientEdge, None] = dict.fromkeys(self._tangled())
+        early: dict[GradientEdge, None] = dict.fromkeys(self._shared_leaves())
         tangled = {edge.node for edge in early}
         late = []
         for node in self.order:
@@ -176,7 +176,7 @@ class _Graph:
                 continue
             early |= {edge: None for edge in branches if len(self.parents[edge.node]) > 1}
             if own := [edge for edge in branches if edge not in early]:
-                late.append(_Late(node, own, self._private_leaves(own)))
+                late.append(_DeferredNode(node, own, self._private_leaves(own)))
         return list(early), late
 
     def parameters(self) -> list[torch.Tensor]:
@@ -188,7 +188,7 @@ class _Graph:
         edges = (GradientEdge(child, index) for child, index in node.next_functions if child is not None)
         return list(dict.fromkeys(edge for edge in edges if edge.node not in self.inner))
 
-    def _tangled(self) -> list[GradientEdge]:
+    def _shared_leaves(self) -> list[GradientEdge]:
         """Return the leaves of branches that start inside other branches, and of all that share a leaf."""
         starts = {edge.node for node in self.inner for edge in self._branches(node)}
         found: set[Node] = set()

@@ -109,7 +109,7 @@ class _Lowering:
         self._num_ahead: Counter[int] = Counter()
         self._posted: set[Message] = set()
         self._known: set[tuple[MessageKind, int, int]] = set()  # messages whose shape this rank can know
-        self._on_their_way: dict[int, list[Message]] = {}
+        self._in_flight: dict[int, list[Message]] = {}
         self._made_at: dict[Message, int] = {}  # positions of incoming messages in the lists of their senders
         self._needed_at: dict[Message, int] = {}  # positions of outgoing messages in those of their receivers
         self._find_positions()
@@ -134,7 +134,7 @@ class _Lowering:
         is_forward = action.op is Op.FORWARD
         if sent is not None:
             self.steps.append(ScheduleStep(StepKind.SEND_F if is_forward else StepKind.SEND_B, action, sent))
-            self._on_their_way.setdefault(sent.destination, []).append(sent)
+            self._in_flight.setdefault(sent.destination, []).append(sent)
             if is_forward:  # a gradient has the shape of its activation
                 self._known.add((MessageKind.GRADIENT, action.stage, action.microbatch))
                 self._post_ahead(sent.destination, action)
@@ -156,7 +156,7 @@ class _Lowering:
             message = _token(self._rank, holders[stage + 1], stage + 1) if is_told else None
             self.steps.append(ScheduleStep(StepKind.TOKEN, action, message))
             if message is not None:
-                self._on_their_way.setdefault(message.destination, []).append(message)
+                self._in_flight.setdefault(message.destination, []).append(message)
 
     def _wait(self, message: Message, action: Action) -> None:
         peer = message.source
@@ -164,9 +164,9 @@ class _Lowering:
             self._post(peer, action)
         over: tuple[Message, ...] = ()
         if message.kind is not MessageKind.TOKEN:
-            sent = self._on_their_way.pop(peer, [])
+            sent = self._in_flight.pop(peer, [])
             over = tuple(each for each in sent if self._needed_at[each] <= self._made_at[message])
-            self._on_their_way[peer] = [each for each in sent if each not in over]
+            self._in_flight[peer] = [each for each in sent if each not in over]
         self.steps.append(ScheduleStep(StepKind.WAIT, action, message, over))
         self._num_ahead[peer] -= 1
         if message.kind is MessageKind.TOKEN:

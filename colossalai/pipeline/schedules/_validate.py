@@ -70,7 +70,7 @@ def validate(schedule: Schedule) -> list[OrderedAction]:
     """
     _check_placement(schedule)
     for rank in range(schedule.num_ranks):
-        _check_whereabouts(schedule, rank)
+        _check_stages(schedule, rank)
     _check_complete(schedule)
     return _run_all(schedule)
 
@@ -94,7 +94,7 @@ def _check_placement(schedule: Schedule) -> None:
             )
 
 
-def _check_whereabouts(schedule: Schedule, rank: int) -> None:
+def _check_stages(schedule: Schedule, rank: int) -> None:
     """Check that a rank's actions exist and belong to it."""
     num_stages, num_microbatches = schedule.num_stages, schedule.num_microbatches
     own = set(schedule.stages_of(rank))
@@ -122,7 +122,7 @@ def _check_complete(schedule: Schedule) -> None:
         ops.setdefault((stage, microbatch), set()).add(op)
     for stage in range(schedule.num_stages):
         for microbatch in range(schedule.num_microbatches):
-            problem = _what_is_wrong(ops.get((stage, microbatch), set()), has_backward)
+            problem = _find_problem(ops.get((stage, microbatch), set()), has_backward)
             if problem:
                 rank = schedule.rank_of_stage[stage]
                 raise ScheduleError(
@@ -130,7 +130,7 @@ def _check_complete(schedule: Schedule) -> None:
                 )
 
 
-def _what_is_wrong(there: set[Op], has_backward: bool) -> str | None:
+def _find_problem(there: set[Op], has_backward: bool) -> str | None:
     if Op.FORWARD not in there:
         return "the forward (F) is missing"
     if not has_backward:

@@ -74,9 +74,9 @@ def plan_cut(
         sample: Data for the trial run; None: it is guessed.
     """
     anatomy = dissect(model, stack)
-    trial = _try(model, anatomy, sample)
+    trial = _try_model(model, anatomy, sample)
     holders = _holders(model, anatomy, num_stages, trial)
-    holders |= _wished(wishes, [n for n in anatomy.parts if not is_parameter(model, n)], num_stages)
+    holders |= _requested_stages(wishes, [n for n in anatomy.parts if not is_parameter(model, n)], num_stages)
     blocks = _split_blocks(model, anatomy, num_stages, balance)
     return StageCut(anatomy, tuple(blocks), holders, trial.feeding if trial else _only_front(model, holders))
 
@@ -94,7 +94,7 @@ def ties_of(model: nn.Module, cut: StageCut) -> list[Tie]:
     return sorted(ties, key=lambda tie: tie.names)
 
 
-def _try(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: bool = True) -> Trial | None:
+def _try_model(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: bool = True) -> Trial | None:
     """Make a trial run with the given sample, or a guessed one; return None if it is not possible."""
     parts = [name for name in anatomy.parts if not is_parameter(model, name)]
     if sample is not None:
@@ -170,7 +170,7 @@ def _times(trial: Trial | None, part: str) -> set[int]:
     return {time for name, times in used if name.startswith(f"{part}.") for time in times}
 
 
-def _wished(wishes: Wishes, parts: Sequence[str], num_stages: int) -> dict[str, frozenset[int]]:
+def _requested_stages(wishes: Wishes, parts: Sequence[str], num_stages: int) -> dict[str, frozenset[int]]:
     """Return the stages on which the caller places parts."""
     everyone = frozenset(range(num_stages))
     meant = {"first": frozenset({0}), "last": frozenset({num_stages - 1}), "everywhere": everyone}
@@ -224,10 +224,10 @@ def can_cut_unseen(model: nn.Module, num_stages: int, sample: Any) -> bool:
     try:
         anatomy = dissect(model)
         _split_blocks(model, anatomy, num_stages, "uniform")
-        guessed = _try(model, anatomy, None, is_final=False)
+        guessed = _try_model(model, anatomy, None, is_final=False)
         # If the sample has only the guessed argument, a second trial run would give the same result.
         is_alone = isinstance(sample, Mapping) and list(sample) == [_first_argument(model)]
-        trial = guessed if guessed and is_alone else _try(model, anatomy, sample)
+        trial = guessed if guessed and is_alone else _try_model(model, anatomy, sample)
         unseen = _holders(model, anatomy, num_stages, guessed)
         feeding = guessed.feeding if guessed else _only_front(model, unseen)
     except Exception:  # from foreign code on fake tensors, or a model that cannot be cut
@@ -304,7 +304,7 @@ def cut_model(
     cut = plan_cut(model, num_stages, balance=balance, stack=stack, wishes=wishes, sample=sample)
     ties = ties_of(model, cut)
     made: list[nn.Module] = [_stage(model, cut, index, ties) for index in stages]
-    _forget_others(model, cut, set(stages))
+    _free_other_parts(model, cut, set(stages))
     return as_model(made)
 
 
@@ -326,7 +326,7 @@ def _stage(model: nn.Module, cut: StageCut, index: int, ties: Sequence[Tie]) -> 
     for name in anatomy.parts:
         if index not in cut.holders[name]:
             parent, _, key = name.rpartition(".")
-            containers[parent]._modules[key] = _stand_in(model, cut, name, flow)
+            containers[parent]._modules[key] = _placeholder(model, cut, name, flow)
     blocks = {
         key: block if key in own else BlockElsewhere(f"{anatomy.stack}.{key}", block, flow)
         for key, block in model.get_submodule(anatomy.stack)._modules.items()
@@ -349,7 +349,7 @@ def _stage(model: nn.Module, cut: StageCut, index: int, ties: Sequence[Tie]) -> 
     )
 
 
-def _stand_in(model: nn.Module, cut: StageCut, name: str, flow: StageFlow) -> nn.Module:
+def _placeholder(model: nn.Module, cut: StageCut, name: str, flow: StageFlow) -> nn.Module:
     part = model.get_submodule(name)
     if 0 in cut.holders[name]:
         return FrontElsewhere(name, part, flow, feeds_blocks=name == cut.feeding)
@@ -365,7 +365,7 @@ def _shallow_copy(module: nn.Module) -> nn.Module:
     return copied
 
 
-def _forget_others(model: nn.Module, cut: StageCut, stages: set[int]) -> None:
+def _free_other_parts(model: nn.Module, cut: StageCut, stages: set[int]) -> None:
     """Free the memory of all parts that none of these stages holds."""
     stack = cut.anatomy.stack
     parts = [f"{stack}.{key}" for key in cut.anatomy.block_names]
@@ -375,10 +375,10 @@ def _forget_others(model: nn.Module, cut: StageCut, stages: set[int]) -> None:
     for name in set(parts) - set(kept):
         for module in model.get_submodule(name).modules():
             if id(module) not in held:  # a module can belong to two parts
-                _forget(module)
+                _free_memory(module)
 
 
-def _forget(module: nn.Module) -> None:
+def _free_memory(module: nn.Module) -> None:
     for held in (module._parameters, module._buffers):
         for name, tensor in held.items():
             if tensor is not None:
