@@ -166,7 +166,7 @@ class CheckedLossScaler(LossScaler, ABC):
         before = self.scale
         growth = self._adapt(stepped=stepped)
         if stepped:
-            self._tell_of_skips()
+            self._warn_of_skips()
             self.num_skips_in_a_row = 0
             if self.scale != before:
                 self._record(growth, before, "info" if self.verbose else "")
@@ -178,7 +178,7 @@ class CheckedLossScaler(LossScaler, ABC):
         level = "warning" if (is_first or self.verbose) and not self.quiet else ""
         self._record(reason or "overflow: the step was skipped", before, level)
         if self.max_consecutive_skips == 0 and self.num_skips_in_a_row % _REMINDER == 0:
-            self._tell_of_skips(self.num_steps)
+            self._warn_of_skips(self.num_steps)
         if self.num_skips_in_a_row == self.max_consecutive_skips:
             raise RepeatedOverflowError(self._report())
 
@@ -212,7 +212,7 @@ class CheckedLossScaler(LossScaler, ABC):
             message = f"step {self.num_steps}: {reason}; loss scale {before:g}, now {self.scale:g}"
             getattr(get_dist_logger(), level)(message, ranks=[0])
 
-    def _tell_of_skips(self, last: int | None = None) -> None:
+    def _warn_of_skips(self, last: int | None = None) -> None:
         """Warn of the consecutive skipped steps up to `last`, by default the one before this step."""
         if self.num_skips_in_a_row < 2 or self.quiet or self.verbose:
             return

@@ -478,11 +478,13 @@ class OptimizerWrapper(Optimizer):
             hook(self)
         self._is_updating = True
         try:
-            return self.masters.step(self.optim, None if closure is None else self._with_grads_taken(closure))
+            return self.masters.step(
+                self.optim, None if closure is None else self._closure_with_grads(closure)
+            )
         finally:
             self._is_updating = False
 
-    def _with_grads_taken(self, closure: Callable[[], float]) -> Callable[[], float]:
+    def _closure_with_grads(self, closure: Callable[[], float]) -> Callable[[], float]:
         """Return a closure that also gives the new gradients to the stand-ins."""
 
         def compute() -> float:

@@ -63,7 +63,7 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
         model: The model, boosted or not; one without adapters is not changed.
     """
     parts: list[Any] = [
-        part for part in raw_of(model).modules() if _is_adapter(part) or _is_trained_beside(part)
+        part for part in raw_of(model).modules() if _is_adapter(part) or _is_trained_with_adapters(part)
     ]
     before = [part.disable_adapters for part in parts]
     for part in parts:
@@ -98,7 +98,9 @@ def merged_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     raw = raw_of(model)
     layers = _adapters_of(raw)
-    beside = {name: part.active_adapters[0] for name, part in raw.named_modules() if _is_trained_beside(part)}
+    beside = {
+        name: part.active_adapters[0] for name, part in raw.named_modules() if _is_trained_with_adapters(part)
+    }
     values = raw.state_dict(keep_vars=True)
     if reason := _reason_against_merging(layers, values):
         raise ValueError(reason)
@@ -314,7 +316,7 @@ def adapter_tensors(raw: Any, adapter: str) -> Iterator[tuple[str, Tensor]]:
     kinds: dict[str, tuple[str, ...]] = {
         name: part.adapter_layer_names
         for name, part in raw.named_modules()
-        if _is_adapter(part) or _is_trained_beside(part)
+        if _is_adapter(part) or _is_trained_with_adapters(part)
     }
     own = re.compile(rf"(?P<place>.+)\.(?P<kind>\w+)\.{re.escape(adapter)}(?P<rest>(\..+)?)")
     for name, tensor in raw.state_dict(keep_vars=True).items():
@@ -373,7 +375,7 @@ def _is_adapter(module: nn.Module) -> bool:
     return isinstance(module, _classes(("peft.tuners.tuners_utils", "BaseTunerLayer")))
 
 
-def _is_trained_beside(module: nn.Module) -> bool:
+def _is_trained_with_adapters(module: nn.Module) -> bool:
     """Return whether a module is peft's wrapper of a module that is trained with the adapters."""
     return isinstance(module, _classes(("peft.utils.other", "AuxiliaryTrainingWrapper")))
 
@@ -433,18 +435,18 @@ def _merged(layer: Any, value: Tensor, kind: str) -> Tensor:
         a, b = layer.lora_A[name].weight, layer.lora_B[name].weight
         if kind == "weight":
             wide = torch.promote_types(b.dtype, torch.float32)
-            delta = _everywhere(b).to(wide) @ _everywhere(a).to(wide) * layer.scaling[name]
+            delta = _replicate_factor(b).to(wide) @ _replicate_factor(a).to(wide) * layer.scaling[name]
             delta = delta.t() if layer.fan_in_fan_out else delta
         else:
             delta = layer.lora_B[name].bias * layer.scaling[name]
-        total = total + _placed_as(delta, total).to(total.dtype)
+        total = total + _redistribute_like(delta, total).to(total.dtype)
     spec = spec_of(value)
     if spec is not None and spec_of(total) is None:
         set_spec(total, spec)
     return total
 
 
-def _everywhere(factor: Tensor) -> Any:
+def _replicate_factor(factor: Tensor) -> Any:
     """Return a factor that FSDP has sharded as a replicated one (it is thin); others are not changed."""
     mesh = getattr(factor, "device_mesh", None)
     if mesh is None:
@@ -455,7 +457,7 @@ def _everywhere(factor: Tensor) -> Any:
     return factor.redistribute(mesh, [Replicate()] * mesh.ndim)
 
 
-def _placed_as(delta: Any, like: Any) -> Tensor:
+def _redistribute_like(delta: Any, like: Any) -> Tensor:
     """Return an update with the placements of its DTensor weight; as it is for other weights."""
     mesh = getattr(like, "device_mesh", None)
     placed: Tensor = delta if mesh is None else delta.redistribute(mesh, like.placements)

@@ -27,7 +27,7 @@ def check_keys(value: Mapping[str, Any], known: Sequence[str], key: str) -> None
 def check_positive(value: Any, key: str) -> int:
     """Require an integer of at least 1 and return it."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ConfigException(f"{key} is {_shown(value)}; it must be an integer of at least 1")
+        raise ConfigException(f"{key} is {_format_value(value)}; it must be an integer of at least 1")
     return value
 
 
@@ -39,7 +39,7 @@ def check_number(value: Any, key: str, *, least: float, positive: bool = False) 
     )  # neither inf, nan nor a huge int
     if not is_number or value < least or (positive and value == least):
         bound = f"above {least:g}" if positive else f"of at least {least:g}"
-        raise ConfigException(f"{key} is {_shown(value)}; it must be a number {bound}")
+        raise ConfigException(f"{key} is {_format_value(value)}; it must be a number {bound}")
     return float(value)
 
 
@@ -54,7 +54,7 @@ def _suggestion(name: Any, known: Iterable[str]) -> str:
     return f": did you mean {match!r}?" if match else ""
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value for a message; Python refuses to print integers with thousands of digits."""
     is_huge = isinstance(value, int) and value.bit_length() > 128
     return f"an integer of {value.bit_length()} bits" if is_huge else repr(value)

@@ -47,7 +47,7 @@ def read_json(path: Path) -> Any:
         ValueError: `path` is not valid JSON, is nested too deeply, or has an object with a key twice.
     """
     try:
-        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_without_twins)
+        return json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=_dict_without_duplicates)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {error.lineno} is not valid JSON: {error.msg}") from error
     except RecursionError as error:
@@ -72,7 +72,7 @@ def read_yaml(path: Path) -> Any:
 
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
-            _without_twins([(self.construct_object(key, deep=True), None) for key in own])
+            _dict_without_duplicates([(self.construct_object(key, deep=True), None) for key in own])
             mapping: dict[Any, Any] = super().construct_mapping(node, deep)
             return mapping
 
@@ -117,7 +117,7 @@ def read_literal(text: str) -> Any:
         return text
 
 
-def _without_twins(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+def _dict_without_duplicates(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     """Return pairs as a dict.
 
     Raises:
@@ -353,11 +353,13 @@ def with_overrides(
         ) from error
     for word in words:
         override = parse_override(word)
-        config = _replaced(config, override, override.path, open_ended=override.path[0] in known, known=known)
+        config = _replace_value(
+            config, override, override.path, open_ended=override.path[0] in known, known=known
+        )
     return config
 
 
-def _replaced(
+def _replace_value(
     config: Mapping[str, Any],
     override: Override,
     path: Sequence[str],
@@ -382,7 +384,7 @@ def _replaced(
                 f"--set {override.name}: {above} is {inner!r} in the config, which has no keys: set {above} "
                 "itself"
             )
-        new = _replaced(inner or {}, override, rest, open_ended=open_ended, known=known)
+        new = _replace_value(inner or {}, override, rest, open_ended=open_ended, known=known)
     return Config({**config, key: new})
 
 

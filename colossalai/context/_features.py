@@ -140,7 +140,7 @@ def _look_for_misspelt_feature(key: Any, value: Any) -> None:
     match = in_lower_case.get(str(key).lower()) or nearest(key, FEATURE_KEYS, cutoff=0.87)
     if match is None or value is None:
         return
-    if _takes(match, value):
+    if _accepts_value(match, value):
         raise ConfigException(
             f"config key {key!r} is not a feature and would have no effect; did you mean {match!r}? A key of "
             "your own needs another name"
@@ -148,7 +148,7 @@ def _look_for_misspelt_feature(key: Any, value: Any) -> None:
     get_dist_logger().log_once(f"config key {key!r} is not a feature; did you mean {match!r}?", ranks=[0])
 
 
-def _takes(feature: str, value: Any) -> bool:
+def _accepts_value(feature: str, value: Any) -> bool:
     """Return whether a value is valid for a feature."""
     try:
         FEATURES[feature].check(value)

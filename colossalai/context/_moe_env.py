@@ -125,7 +125,7 @@ class MoeEnvironment:
         for output in outputs:
             node = output.grad_fn
             if node is not None:
-                earlier = _marked(node)
+                earlier = _losses_at(node)
                 if earlier is None or earlier.number > losses.number:  # from a forward within this one
                     is_later = node._sequence_nr() > newest
                     _metadata(node)[_METADATA] = losses if is_later else weakref.ref(losses)
@@ -254,7 +254,7 @@ def _metadata(node: Node) -> dict[Any, Any]:
     return node.metadata  # type: ignore[return-value]  # a property, which torch declares as a method
 
 
-def _marked(node: Node) -> ExpertLosses | None:
+def _losses_at(node: Node) -> ExpertLosses | None:
     losses = _metadata(node).get(_METADATA)
     found: ExpertLosses | None = losses() if isinstance(losses, weakref.ref) else losses
     return found
@@ -272,7 +272,7 @@ def _known_losses(tensor: torch.Tensor) -> list[ExpertLosses]:
     seen = [tensor.grad_fn]  # keeps the Python objects of nodes alive, so that each has only one
     known = set(seen)
     for node in seen:  # breadth first, and not beyond the outputs of a forward
-        losses = _marked(node)
+        losses = _losses_at(node)
         if losses is not None:
             if losses not in found:
                 found.append(losses)

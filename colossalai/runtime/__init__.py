@@ -20,7 +20,7 @@ from colossalai.runtime._epoch import EpochWatch as EpochWatch
 from colossalai.runtime._epoch import WatchedLoader as WatchedLoader
 from colossalai.runtime._fused_loss import criterion_of as criterion_of
 from colossalai.runtime._fused_loss import with_labels as with_labels
-from colossalai.runtime._gather import InHand as InHand
+from colossalai.runtime._gather import LastBatch as LastBatch
 from colossalai.runtime._gather import gather_samples as gather_samples
 from colossalai.runtime._model_checks import check_built_for as check_built_for
 from colossalai.runtime._model_checks import parameter_shapes as parameter_shapes

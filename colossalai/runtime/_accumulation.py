@@ -28,7 +28,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._window: TrainingStep | None = None
         self._has_unstepped = False  # whether a backward has not been followed by the step of its microbatch
-        self._is_at_work = False
+        self._is_immediate = False
         super().__init__(*args, **kwargs)  # last: see [Note: where an attribute is set]
 
     @property
@@ -55,11 +55,11 @@ class AccumulatingOptimizer(OptimizerWrapper):
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> None:
         """Add the gradients of a microbatch, as its part of the mean over the window."""
-        if self._is_at_work:
+        if self._is_immediate:
             super().backward(loss, *args, **kwargs)
             return
         self._has_unstepped = True
-        with self._at_work():
+        with self._immediate_effect():
             self.window.backward(loss, *args, **kwargs)
 
     def step(self, closure: Callable[[], float] | None = None) -> Any:
@@ -69,18 +69,18 @@ class AccumulatingOptimizer(OptimizerWrapper):
             ValueError: `closure` is given, which would compute the gradients of one microbatch anew, or
                 there was no backward or `zero_grad` since the end of the last window.
         """
-        if self._is_at_work:
+        if self._is_immediate:
             return super().step(closure)
         if closure is not None:
             raise ValueError("a closure computes its own gradients: with accumulation leave it out")
         self._has_unstepped = False
-        with self._at_work():
+        with self._immediate_effect():
             self.stepped = self.window.step()
         return None
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clear the gradients, unless a window is open."""
-        if self._is_at_work or not (self.window.is_in_window or self._has_unstepped):
+        if self._is_immediate or not (self.window.is_in_window or self._has_unstepped):
             super().zero_grad(set_to_none)
 
     def clip_grad_by_norm(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
@@ -89,11 +89,11 @@ class AccumulatingOptimizer(OptimizerWrapper):
         Returns:
             The norm before clipping; infinity before the end of the window, and after an overflow.
         """
-        if self._is_at_work:
+        if self._is_immediate:
             return super().clip_grad_by_norm(max_norm, norm_type)
         if not self.window.closes_window:
             return torch.tensor(float("inf"))
-        with self._as_in_step():
+        with self._scaled_as_in_step():
             return super().clip_grad_by_norm(max_norm, norm_type)
 
     def gathered_grads(self) -> dict[str, torch.Tensor]:
@@ -102,26 +102,26 @@ class AccumulatingOptimizer(OptimizerWrapper):
         Raises:
             ValueError: The present microbatch is not the last one of its window.
         """
-        if self._is_at_work:
+        if self._is_immediate:
             return super().gathered_grads()
         if not self.window.closes_window:
             raise ValueError(
                 "the gradients of a window are complete in its last microbatch: call gathered_grads between "
                 "its backward and its step, where the next step() updates the parameters"
             )
-        with self._as_in_step():
+        with self._scaled_as_in_step():
             return super().gathered_grads()
 
     def clip_grad_by_value(self, clip_value: float) -> None:
         """Clip at the end of the window; see the base class."""
-        if self._is_at_work:
+        if self._is_immediate:
             super().clip_grad_by_value(clip_value)
         elif self.window.closes_window:
-            with self._as_in_step():
+            with self._scaled_as_in_step():
                 super().clip_grad_by_value(clip_value)
 
     @contextmanager
-    def _as_in_step(self) -> Iterator[None]:
+    def _scaled_as_in_step(self) -> Iterator[None]:
         """Context in which the gradients of a short window have the size that the step will give them."""
         factor = self.window.short_window_factor
         if factor != 1.0:
@@ -131,10 +131,10 @@ class AccumulatingOptimizer(OptimizerWrapper):
             self.scale_grads(1.0 / factor)
 
     @contextmanager
-    def _at_work(self) -> Iterator[None]:
+    def _immediate_effect(self) -> Iterator[None]:
         """Context in which methods have their effect at once."""
-        self._is_at_work = True
+        self._is_immediate = True
         try:
             yield
         finally:
-            self._is_at_work = False
+            self._is_immediate = False

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDa
 from colossalai.context import random_state, set_random_state
 from colossalai.logging import get_dist_logger
 from colossalai.runtime._epoch import WatchedLoader, length_of, with_last
-from colossalai.runtime._gather import InHand
+from colossalai.runtime._gather import LastBatch
 from colossalai.runtime.streams import DealtBatch, StreamShard, dealing_loader, refuse_divided
 
 
@@ -127,7 +127,7 @@ class DataParallelLoader(DataLoader[Any]):
         self._shard = shard
         self._replicas_now = replicas_now
         self._dealing: DataLoader[Any] | None = None  # kept if its workers persist
-        self._dealt = self._dealt_in_pass = InHand(0, 0)
+        self._dealt = self._dealt_in_pass = LastBatch(0, 0)
         self._fills_within = False  # whether a batch of this pass before the last one repeated samples
 
     def __len__(self) -> int:
@@ -147,7 +147,7 @@ class DataParallelLoader(DataLoader[Any]):
         batches = super().__iter__() if self._shard is None else self._dealt_batches(self._shard)
         for batch, is_last in with_last(batches, remaining):
             if isinstance(batch, DealtBatch):
-                batch = self._note_dealt(batch)
+                batch = self._count_dealt(batch)
             self.batch += 1
             self.at_last_batch = is_last
             self.handed_out_ns = time.monotonic_ns()
@@ -168,7 +168,7 @@ class DataParallelLoader(DataLoader[Any]):
             self.sampler.set_epoch(self.epoch)
             self.sampler.start = self.batch * (self.batch_size or 1)
         elif self._shard is not None:
-            self._dealt_in_pass, self._fills_within = InHand(0, 0), False
+            self._dealt_in_pass, self._fills_within = LastBatch(0, 0), False
             if isinstance(self.dataset, _HasEpochs):
                 self.dataset.set_epoch(self.epoch)
         elif self.batch > 0:
@@ -189,13 +189,13 @@ class DataParallelLoader(DataLoader[Any]):
             set_random_state(state)
         yield from batches
 
-    def _note_dealt(self, dealt: DealtBatch) -> Any:
+    def _count_dealt(self, dealt: DealtBatch) -> Any:
         """Count the samples of a returned batch, and return the batch."""
         assert self._shard is not None
         before = self._dealt_in_pass
         self._fills_within |= before.of_all < before.of_replica * self._shard.num_replicas
-        self._dealt = InHand(dealt.of_replica, dealt.of_all)
-        self._dealt_in_pass = InHand(before.of_replica + dealt.of_replica, before.of_all + dealt.of_all)
+        self._dealt = LastBatch(dealt.of_replica, dealt.of_all)
+        self._dealt_in_pass = LastBatch(before.of_replica + dealt.of_replica, before.of_all + dealt.of_all)
         return dealt.batch
 
     @property
@@ -211,7 +211,7 @@ class DataParallelLoader(DataLoader[Any]):
         return isinstance(self.sampler, DataParallelSampler) and self.sampler.num_replicas == 1
 
     @property
-    def in_hand(self) -> InHand | None:
+    def in_hand(self) -> LastBatch | None:
         """The samples of the last returned batch; after a complete pass, of all batches.
 
         None before the first batch, and if an iterable dataset divides itself.
@@ -234,7 +234,7 @@ class DataParallelLoader(DataLoader[Any]):
         start = (last - 1) * size if self.batch else 0
         end = min(last * size, self.sampler.num_samples)
         total = len(self.dataset)  # type: ignore[arg-type]
-        return InHand(end - start, min(end * replicas, total) - start * replicas)
+        return LastBatch(end - start, min(end * replicas, total) - start * replicas)
 
     def state_dict(self) -> dict[str, int]:
         """Return the position: the pass, the number of its returned batches, and their size."""

@@ -18,7 +18,7 @@ from colossalai.context import Axis
 T = TypeVar("T")
 
 
-class InHand(NamedTuple):
+class LastBatch(NamedTuple):
     """The samples that a loader has returned last.
 
     Attributes:
@@ -31,7 +31,7 @@ class InHand(NamedTuple):
 
 
 @torch.no_grad()
-def gather_samples(nested: T, replicas: Axis, *, in_hand: InHand | None, device: torch.device) -> T:
+def gather_samples(nested: T, replicas: Axis, *, in_hand: LastBatch | None, device: torch.device) -> T:
     """Return nested tensors with the rows of all replicas; two collectives for any number of tensors.
 
     Args:
@@ -59,7 +59,7 @@ def gather_samples(nested: T, replicas: Axis, *, in_hand: InHand | None, device:
     if replicas.size > 1:
         parts = _exchange(tensors, str(structure), replicas, device)
     rows = in_hand if replicas.size > 1 else None
-    gathered = iter([_joined([part[n] for part in parts], rows) for n in range(len(tensors))])
+    gathered = iter([_join_rows([part[n] for part in parts], rows) for n in range(len(tensors))])
     found: T = tree_unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
     return found
 
@@ -83,10 +83,10 @@ def _exchange(
     longest = max(length for _, length in metas)
     padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
     rows = all_gather(padded, 0, replicas).view(replicas.size, longest)
-    return [_unpacked(row, tensors) for row in rows]
+    return [_unpack(row, tensors) for row in rows]
 
 
-def _unpacked(row: Tensor, like: list[Tensor]) -> list[Tensor]:
+def _unpack(row: Tensor, like: list[Tensor]) -> list[Tensor]:
     num_bytes = 8 * len(like)
     extents = row[:num_bytes].cpu().clone().view(torch.int64).tolist()
     found = []
@@ -99,7 +99,7 @@ def _unpacked(row: Tensor, like: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _joined(parts: list[Tensor], in_hand: InHand | None) -> Tensor:
+def _join_rows(parts: list[Tensor], in_hand: LastBatch | None) -> Tensor:
     """Return the rows of all replicas as one tensor."""
     # See [Note: whose samples these are].
     if parts[0].dim() == 0:

@@ -209,7 +209,7 @@ class Pipeline:
             keep_outputs=return_output,
         )
         if sync:
-            self._make_equal()
+            self._sync_gradients()
         loss, weight = self._share_loss(tally, options) if wants_loss else (None, None)
         output = None
         if result.outputs is not None:
@@ -241,7 +241,7 @@ class Pipeline:
                 ranks=[0],
             )
 
-    def _make_equal(self) -> None:
+    def _sync_gradients(self) -> None:
         """Synchronize the gradients over the replicas, and those of shared weights over their stages."""
         if self._shared and self._data.shards_gradients:  # after `finish` no rank has all of them
             sync_shared_grads(self._shared)

@@ -171,7 +171,7 @@ def held_in_training(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) 
         rows.insert(2, float32_grads_row(numbers.trained, is_copied=plan.dp > 1))
     if numbers.frozen:
         rows.insert(0, frozen_row(numbers.frozen, storage, dp=plan.dp, zero=plan.zero))
-    return _placed(rows, numbers, storage, plan)
+    return _place_rows(rows, numbers, storage, plan)
 
 
 def rollout_bytes(per_token: int, *, itemsize: int, answers: int, tokens: int) -> int:
@@ -187,19 +187,21 @@ def rollout_bytes(per_token: int, *, itemsize: int, answers: int, tokens: int) -
 
 
 def _held_frozen(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
-    return _placed([frozen_row(numbers.frozen, storage, dp=plan.dp, zero=plan.zero)], numbers, storage, plan)
+    return _place_rows(
+        [frozen_row(numbers.frozen, storage, dp=plan.dp, zero=plan.zero)], numbers, storage, plan
+    )
 
 
-def _placed(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+def _place_rows(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
     """Return rows by device and host memory."""
-    chunks = (gathered_row(numbers.in_two_chunks, storage),) if plan.zero == 3 and _moves(plan) else ()
+    chunks = (gathered_row(numbers.in_two_chunks, storage),) if plan.zero == 3 and _moves_chunks(plan) else ()
     if not plan.offload:
         return Held(device=(*rows, *chunks))
     stays = [row for row in rows if plan.zero < 3 and row.name not in ON_HOST]
     return Held(device=(*stays, *chunks), host=tuple(row for row in rows if row not in stays))
 
 
-def _moves(plan: MemoryPlan) -> bool:
+def _moves_chunks(plan: MemoryPlan) -> bool:
     """Return whether chunks are gathered or moved; those of a single rank are its own memory."""
     return plan.dp > 1 or plan.offload
 

@@ -75,7 +75,7 @@ class PipelineStages(PlanMethod):
             balance = _BALANCES[self.options.partition]
             job.model = job.computing = cut_model(job.model, schedule.num_stages, mine, balance=balance)
             for optimizer in job.optimizers:
-                _keep_own(optimizer, job.model, given)
+                _keep_parameters_of_stages(optimizer, job.model, given)
         _check_chunks(job.model, len(mine), schedule)
         job.owners += [part.model for part in job.model.modules() if isinstance(part, ModelStage)]
         job.optimizer_options |= {"stages": job.mesh.group("pp"), "counts": is_counted}
@@ -119,7 +119,7 @@ class TiedWeights(PlanMethod):
         for param, names in _tied_names(job.model):
             set_tied_names(param, names)
         if not has_full_names(job.model):
-            _tell_names_apart(job.model, axis)
+            _prefix_equal_names(job.model, axis)
         job.late_params = [param for param in job.model.parameters() if share_of(param) is not None]
 
 
@@ -142,7 +142,7 @@ def _refuse_all_parameters_at_once(optimizer: Optimizer) -> None:
         )
 
 
-def _keep_own(optimizer: Optimizer, model: nn.Module, given: set[int]) -> None:
+def _keep_parameters_of_stages(optimizer: Optimizer, model: nn.Module, given: set[int]) -> None:
     """Remove parameters of other stages from an optimizer; unknown ones are kept, and refused later."""
     own = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
@@ -176,7 +176,7 @@ def _tied_names(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, ...
                 yield next(named[name] for name in tie.names if name in named), tie.names
 
 
-def _tell_names_apart(model: nn.Module, axis: Axis) -> None:
+def _prefix_equal_names(model: nn.Module, axis: Axis) -> None:
     """Set a prefix for checkpoints if users' stages use one name for different parameters."""
     own = [name for name, _ in model.named_parameters()]
     names: list[Sequence[str]] = gather_values(own, axis.group)

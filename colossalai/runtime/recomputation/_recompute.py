@@ -64,11 +64,11 @@ def _recompute(
         chosen = (
             _blocks(module, stages)
             if isinstance(names, bool)
-            else _named(module, list(names), stages).values()
+            else _named_parts(module, list(names), stages).values()
         )
         for part in chosen:
             handle.checkpoint_forward(part)
-    for model in _caching(module):
+    for model in _caching_models(module):
         handle.behind(model.register_forward_pre_hook(_without_cache, with_kwargs=True).remove)
     return handle
 
@@ -76,13 +76,13 @@ def _recompute(
 def _apply_segments(
     module: nn.Module, chosen: Segments, stages: Axis | None, handle: RecomputeHandle
 ) -> None:
-    here = _named(module, [name for names in chosen.names_by_segment for name in names], stages)
+    here = _named_parts(module, [name for names in chosen.names_by_segment for name in names], stages)
     split = {
         f"the segment from {names[0]!r} to {names[-1]!r}"
         for names in chosen.names_by_segment
         if 0 < sum(name in here for name in names) < len(names)
     }
-    for found in _of_all(split, stages):
+    for found in _gather_findings(split, stages):
         if found:
             raise ValueError(
                 f"{min(found)} has blocks of several stages of the pipeline, which do not run as one: let it "
@@ -91,14 +91,14 @@ def _apply_segments(
     run_in_segments(chosen, here, module, handle)
 
 
-def _caching(module: nn.Module) -> list[nn.Module]:
+def _caching_models(module: nn.Module) -> list[nn.Module]:
     """Return the outermost models whose forward can cache keys and values, such as those of transformers.
 
     A block that is recomputed would find those of its first run, and append its own.
     """
     if "use_cache" in inspect.signature(module.forward).parameters:
         return [module]
-    return [found for child in module.children() for found in _caching(child)]
+    return [found for child in module.children() for found in _caching_models(child)]
 
 
 def _without_cache(
@@ -117,7 +117,7 @@ def find_blocks(module: nn.Module) -> list[nn.Module]:
     members = list(dict.fromkeys(module.children()))
     if isinstance(module, PartOfStack):
         return members
-    repeated = _repeated(members) if _is_stack(module) else set()
+    repeated = _repeated_members(members) if _is_stack(module) else set()
     return [
         block for member in members for block in ([member] if member in repeated else find_blocks(member))
     ]
@@ -127,7 +127,7 @@ def _is_stack(module: nn.Module) -> bool:
     return isinstance(module, nn.ModuleList | nn.Sequential) and not isinstance(module, ChunkList)
 
 
-def _repeated(members: Sequence[nn.Module]) -> set[nn.Module]:
+def _repeated_members(members: Sequence[nn.Module]) -> set[nn.Module]:
     counts = Counter(type(member) for member in members if _has_params(member))
     are_alike = len({type(member) for member in members}) == 1
     return {
@@ -144,7 +144,7 @@ def _has_params(module: nn.Module) -> bool:
 def _blocks(module: nn.Module, stages: Axis | None) -> list[nn.Module]:
     chosen = find_blocks(module)
     # A stage can hold only one block, without a repeated class.
-    kinds = {kind for found in _of_all({_kind(block) for block in chosen}, stages) for kind in found}
+    kinds = {kind for found in _gather_findings({_kind(block) for block in chosen}, stages) for kind in found}
     if not kinds:
         raise ValueError(
             "recompute=True finds no stack of blocks (nn.ModuleList or nn.Sequential): name sub-modules"
@@ -163,9 +163,9 @@ def _outermost(module: nn.Module, kinds: set[str]) -> list[nn.Module]:
     return [found for child in module.children() for found in _outermost(child, kinds)]
 
 
-def _named(module: nn.Module, names: list[str], stages: Axis | None) -> dict[str, nn.Module]:
+def _named_parts(module: nn.Module, names: list[str], stages: Axis | None) -> dict[str, nn.Module]:
     known = dict(module.named_modules(remove_duplicate=False))
-    absent = _of_all({name for name in names if not name or name not in known}, stages)
+    absent = _gather_findings({name for name in names if not name or name not in known}, stages)
     for name in names:
         if all(name in others for others in absent):
             of_what = " of any stage" if stages is not None else ""
@@ -188,7 +188,7 @@ def _refuse_uncalled(name: str, part: nn.Module) -> None:
         )
 
 
-def _of_all(found: set[str], stages: Axis | None) -> list[set[str]]:
+def _gather_findings(found: set[str], stages: Axis | None) -> list[set[str]]:
     """Return the findings of every stage."""
     if stages is None:
         return [found]

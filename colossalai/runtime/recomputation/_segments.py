@@ -270,7 +270,7 @@ def _run_itself(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 @dataclass
-class _Given:
+class _SegmentArguments:
     """Arguments and results of every block of a segment other than the hidden state.
 
     Attributes:
@@ -286,7 +286,7 @@ class _Given:
 
 
 @dataclass
-class _RunOfBlocks:
+class _SegmentRun:
     """A segment whose first block has been called, and whose last one has not.
 
     Attributes:
@@ -296,7 +296,7 @@ class _RunOfBlocks:
         next: The index of the next block to be called.
     """
 
-    given: _Given
+    given: _SegmentArguments
     output: Any
     placeholder: "_Placeholder"
     next: int = 1
@@ -315,7 +315,7 @@ class SegmentRunner:
         self._segment = segment
         self._names = tuple(names)
         self._blocks = tuple(blocks)
-        self._pass: _RunOfBlocks | None = None
+        self._pass: _SegmentRun | None = None
         self._runs: int | None = None  # number of runs in this forward of the owner; None: outside of one
 
     def begin(self, *_: Any) -> None:
@@ -345,7 +345,7 @@ class SegmentRunner:
         """
         block = self._blocks[number]
         if self._pass is not None:
-            return self._hand_on(self._pass, number, args, kwargs)
+            return self._pass_on(self._pass, number, args, kwargs)
         if number > 0 or not (block.training and torch.is_grad_enabled()):
             return _run_itself(block, args, kwargs)
         if self._runs is not None:
@@ -354,17 +354,21 @@ class SegmentRunner:
                 self._refuse(f"{self._names[0]!r} is called twice in a forward")
         if not args or not isinstance(args[0], Tensor):
             self._refuse(f"{self._names[0]!r} is called without a tensor as its first positional argument")
-        given = _Given(args[1:], kwargs)
+        given = _SegmentArguments(args[1:], kwargs)
         output = self._run_checkpointed(self._segment, [args[0]], given)
         placeholder = _Placeholder(_hidden(output), self._names[0])
-        self._pass = _RunOfBlocks(given, output, placeholder)
+        self._pass = _SegmentRun(given, output, placeholder)
         return _shaped(placeholder, given.returned[0])
 
-    def _run_checkpointed(self, segment: RecomputeSegment, carried: list[Tensor], given: _Given) -> Any:
+    def _run_checkpointed(
+        self, segment: RecomputeSegment, carried: list[Tensor], given: _SegmentArguments
+    ) -> Any:
         function = _FromKeptInput(partial(self._run_parts, segment, given=given), carried)
         return checkpoint(function, False, function.mark)
 
-    def _run_parts(self, segment: RecomputeSegment, carried: list[Tensor], *, given: _Given) -> Any:
+    def _run_parts(
+        self, segment: RecomputeSegment, carried: list[Tensor], *, given: _SegmentArguments
+    ) -> Any:
         """Run the parts of a segment; the hidden state is removed from `carried`."""
         *parts, last_part = segment.parts
         for part in parts:
@@ -372,15 +376,15 @@ class SegmentRunner:
             carried.append(_hidden(self._run_part(part, carried, given)))
         return self._run_part(last_part, carried, given)
 
-    def _run_part(self, part: int | RecomputeSegment, carried: list[Tensor], given: _Given) -> Any:
+    def _run_part(self, part: int | RecomputeSegment, carried: list[Tensor], given: _SegmentArguments) -> Any:
         if not isinstance(part, int):
             return self._run_checkpointed(part, carried, given)
         number = part - self._segment.first
         output = _run_itself(self._blocks[number], (carried.pop(), *given.args), given.kwargs)
-        given.returned[number] = self._beside(number, output, given)
+        given.returned[number] = self._other_outputs(number, output, given)
         return output
 
-    def _beside(self, number: int, output: Any, given: _Given) -> tuple[Any, ...] | None:
+    def _other_outputs(self, number: int, output: Any, given: _SegmentArguments) -> tuple[Any, ...] | None:
         """Return the elements of a block's output other than the hidden state."""
         if isinstance(output, Tensor):
             return None
@@ -395,8 +399,8 @@ class SegmentRunner:
                 )
         return output[1:]
 
-    def _hand_on(
-        self, current: _RunOfBlocks, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    def _pass_on(
+        self, current: _SegmentRun, number: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         name, before = self._names[number], self._names[current.next - 1]
         if number != current.next:

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, TensorDataset, get_worker_info
 from torch.utils.data.datapipes.iter import IterableWrapper
 
 from colossalai.runtime import DataParallelLoader, make_dataloader
-from colossalai.runtime._gather import _joined
+from colossalai.runtime._gather import _join_rows
 
 pytestmark = pytest.mark.unit
 
@@ -181,11 +181,11 @@ def test_what_stands_in_is_known(num_workers: int) -> None:
     rows, parts = [], [[], []]
     for batches in zip(*loaders, strict=True):
         assert loaders[0].in_hand == loaders[1].in_hand
-        rows += _joined(list(batches), loaders[0].in_hand).tolist()
+        rows += _join_rows(list(batches), loaders[0].in_hand).tolist()
         for part, batch in zip(parts, batches, strict=True):
             part.append(batch)
     assert rows == list(range(9))
-    assert _joined([torch.cat(part) for part in parts], loaders[0].in_hand).tolist() == rows
+    assert _join_rows([torch.cat(part) for part in parts], loaders[0].in_hand).tolist() == rows
 
 
 def test_batches_that_the_stream_makes() -> None:
@@ -196,7 +196,7 @@ def test_batches_that_the_stream_makes() -> None:
     loaders = of_all(lambda: Batches(10), 2, batch_size=None)
     rows: list[int] = []
     for batches in zip(*loaders, strict=True):
-        rows += _joined(list(batches), loaders[0].in_hand).tolist()
+        rows += _join_rows(list(batches), loaders[0].in_hand).tolist()
     assert rows == list(range(10))
 
 
