@@ -1,9 +1,9 @@
 """Other documented spellings: a table of modules with one import finder, a table of names, no shim modules.
 
-The finder also says of documented modules and names that have not landed what to use instead: `from a import
-b` asks for the module `a.b` where the package `a` has no `b`. And it registers the backend "shared_memory"
-with torch, in whichever order torch and the package are imported: `import colossalai` does not import torch,
-for the sake of the commands that do without.
+The finder also raises errors for documented modules and names that do not exist yet: `from a import b`
+imports the module `a.b` if the package `a` has no `b`. And it registers the backend "shared_memory" with
+torch, in any
+order of imports: `import colossalai` does not import torch, for commands that run without it.
 
 `import colossalai.context.config` gives the module `colossalai.context._config` itself, the same object under
 a second name in `sys.modules`; so its classes exist once, for `isinstance` and pickle. Sub-modules of an
@@ -137,11 +137,11 @@ SHARED_MEMORY = "shared_memory"
 
 
 class AliasFinder(MetaPathFinder):
-    """Find the modules of a table under their other names, and extend modules of others at their import.
+    """Finds the modules of a table under their other names, and extends foreign modules at their import.
 
     Args:
         aliases: From alias to home.
-        not_landed: What to say of modules that are not there, or of names that are in none.
+        not_landed: Error messages for modules, or names in modules, that do not exist yet.
         after_import: From the name of a module to a function that is called with it right after its import.
     """
 
@@ -168,7 +168,7 @@ class AliasFinder(MetaPathFinder):
         """
         if fullname in self.after_import:
             return self._extended(fullname, path, target)
-        if not fullname.startswith(self._packages):  # asked about every import of the process: be quick
+        if not fullname.startswith(self._packages):  # fast path: called for every import
             return None
         if fullname in self.not_landed:
             # Not a ModuleNotFoundError: `from a import b` would replace it by "cannot import name".
