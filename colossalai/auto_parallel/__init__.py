@@ -10,4 +10,4 @@ from colossalai.auto_parallel._plan import given_plan as given_plan
 from colossalai.auto_parallel._plan import load_plan as load_plan
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names of the interface without code so far

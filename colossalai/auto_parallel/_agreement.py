@@ -1,4 +1,4 @@
-"""What the ranks of a job agree on: arguments that all of them give alike, and values that rank 0 finds."""
+"""Agreement of the ranks of a job: comparison of their arguments, and values computed by rank 0 for all."""
 
 import hashlib
 from collections.abc import Callable, Mapping
@@ -31,7 +31,7 @@ def refuse_other_arguments(call: str, check: Callable[[], Mapping[str, str]]) ->
     try:
         given, refusal = dict(check()), ""
     except Exception as error:
-        # The other ranks wait in the gather below, and learn there that this one fails.
+        # The other ranks wait in the gather below: send them the error before it is raised here.
         gather_values(({}, str(error) or type(error).__name__))
         raise
     everywhere = gather_values((given, refusal))
@@ -48,7 +48,7 @@ def refuse_other_arguments(call: str, check: Callable[[], Mapping[str, str]]) ->
 
 
 def described(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[str, str]:
-    """Return what ranks compare of a model and of the arguments of its forward, as text.
+    """Return a text of a model and of each argument of its forward, which the ranks compare.
 
     Raises:
         ValueError: `model` is not a module, or `meta_args` not a mapping by names.
@@ -70,7 +70,7 @@ def _described_leaf(leaf: Any) -> Any:
 
 
 def told_by_first(find: Callable[[], _Plain]) -> _Plain:
-    """Return the plain value that rank 0 finds, on all ranks of a job; what it raises is raised on all."""
+    """Return the plain value that `find` returns on rank 0, on all ranks; its errors are raised on all."""
     if torch.distributed.get_world_size() == 1:
         return find()
     told: tuple[list[_Plain], str] = [], ""
@@ -80,7 +80,7 @@ def told_by_first(find: Callable[[], _Plain]) -> _Plain:
         except Exception as error:
             broadcast_value(
                 ([], str(error) or type(error).__name__), source=0
-            )  # nobody waits for what does not come
+            )  # the other ranks wait in this broadcast
             raise
     found, refusal = broadcast_value(told, source=0)
     if refusal:

@@ -1,8 +1,8 @@
-"""A plan in which one layer is cut in another way: its neighbours follow where they must, the rest stays.
+"""A plan with a different cut of one layer: its neighbours follow where they must, the rest stays.
 
-What is asked for is fixed, and so is every other layer. If that does not fit together, the layers next to it
-are free, then those next to these, until something fits: the fewest steps away from what was asked for. Of
-what fits, the least seconds are taken.
+The requested cut is fixed, and so is every other layer. If no choice is feasible, the adjacent layers are
+freed, then their neighbours, until one is: the fewest layers change. Of the feasible choices, the fastest is
+taken.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -36,7 +36,7 @@ def change_cut(
     meta_args: Mapping[str, Any] | None,
     profile: MachineProfile | str | Path | None,
 ) -> "AutoPlan":
-    """Return a plan with one layer cut in another way; see `AutoPlan.with_choice`."""
+    """Return a plan with a different cut of one layer; see `AutoPlan.with_choice`."""
     if cut not in CUTS:
         raise ValueError(f"cut={cut!r}: choose one of {', '.join(CUTS)}")
     if not isinstance(name, str):
@@ -45,12 +45,12 @@ def change_cut(
         )
     if plan.cuts.get(name) == "expert":
         raise ValueError(
-            f"{name!r} are experts, shared by as many ranks as the sizes say ({plan.setting}): what "
-            "can be changed is how a layer is cut over tensor-parallel ranks"
+            f"{name!r} are experts, whose cut follows from the sizes of the plan ({plan.setting}): only the "
+            "cut of a layer over tensor-parallel ranks can be changed"
         )
     if plan.setting.tensor == 1:
         raise ValueError(
-            f"the plan has tp 1 ({plan.setting}), and cuts no layer: one that does has tensor-parallel ranks"
+            f"the plan has tp 1 ({plan.setting}), so no layer is cut: give one with tensor-parallel ranks"
         )
     if model is None or meta_args is None:
         raise ValueError(
@@ -76,7 +76,7 @@ def change_cut(
             f"{plan.memory_budget:,.0f}: make a plan for a larger one, and change that"
         )
     made = problem.plan_of(best, memory_budget=plan.memory_budget)
-    least = plan.step_seconds * (1 - plan.gap)  # no cuts under these sizes take less
+    least = plan.step_seconds * (1 - plan.gap)  # lower bound for all cuts under these sizes
     return replace(
         made,
         second=plan.second,
@@ -91,10 +91,10 @@ def _problem_of(
     meta_args: Mapping[str, Any],
     profile: MachineProfile | str | Path | None,
 ) -> PlanProblem:
-    """Return the problem that a plan is an answer of.
+    """Return the problem that a plan solves.
 
     Raises:
-        ValueError: `model`, `meta_args` or `profile` is another one than that of the plan.
+        ValueError: `model`, `meta_args` or `profile` is not the one of the plan.
     """
     check_model(model)
     refuse_other_model(plan.parameters, model)
@@ -130,10 +130,10 @@ def _problem_of(
 
 
 def _site_of(sites: Sequence[Site], name: str) -> int:
-    """Return the number of what is cut as one with a layer, or what a module with a rule is.
+    """Return the number of the site that contains a layer, or that is a module with a rule.
 
     Raises:
-        ValueError: `name` is neither.
+        ValueError: `name` is neither a layer of a site nor a module with a rule.
     """
     for number, site in enumerate(sites):
         if name in site.layers or (name == site.name and site.rule is not None):
@@ -147,7 +147,7 @@ def _site_of(sites: Sequence[Site], name: str) -> int:
 
 
 def _options_by_cut(site: Site, name: str) -> dict[str, Options]:
-    """Return the ways in which a layer can be cut, with the numbers of the strategies of its site."""
+    """Return the possible cuts of a layer, each with the numbers of the strategies of its site."""
     found: dict[str, Options] = {}
     for number, strategy in enumerate(site.strategies):
         cut = site.layers.get(name, strategy.cut) if site.rule is not None else strategy.cut
@@ -157,7 +157,7 @@ def _options_by_cut(site: Site, name: str) -> dict[str, Options]:
 
 
 def _chosen(plan: "AutoPlan", site: Site) -> int:
-    """Return the number of the strategy that a plan has chosen for a site."""
+    """Return the number of the strategy of a site in a plan."""
     if all(plan.cuts[layer] == "whole" for layer in site.layers):
         return 0
     if site.rule is not None:
@@ -169,10 +169,10 @@ def _chosen(plan: "AutoPlan", site: Site) -> int:
 
 
 def _solve(inner: InnerProblem, current: Sequence[int], wanted: Mapping[int, Options]) -> CutChoice:
-    """Return the best choice that has what is wanted, and differs from the current one near it only.
+    """Return the best choice with the wanted options that differs from the current one only near them.
 
     Raises:
-        ValueError: `wanted` goes with no choice for the layers around it.
+        ValueError: `wanted` is infeasible with every choice for the layers around it.
     """
     problem, num_sites = inner.problem(keeps_activations=True), len(inner.strategies.sites)
     free = set(wanted)
@@ -183,7 +183,7 @@ def _solve(inner: InnerProblem, current: Sequence[int], wanted: Mapping[int, Opt
         ]
         try:
             options = solve_choices(restrict(problem, kept)).options
-        except BudgetError:  # no choice is allowed, whatever the bytes
+        except BudgetError:  # infeasible under any memory
             around = _next_to(problem, free, num_sites)
             if around <= free:
                 names = ", ".join(repr(problem.names[node]) for node in wanted)
@@ -195,7 +195,7 @@ def _solve(inner: InnerProblem, current: Sequence[int], wanted: Mapping[int, Opt
 
 
 def _next_to(problem: ChoiceProblem, nodes: Collection[int], num_sites: int) -> set[int]:
-    """Return the sites that share tensors or parameters with some."""
+    """Return the sites that share tensors or parameters with some given nodes."""
     around = {other for node in nodes for other in problem.tables_of[node]}
     behind = {other for each in around if each >= num_sites for other in problem.tables_of[each]}
     return {node for node in around | behind if node < num_sites}

@@ -1,15 +1,15 @@
-"""Costs: the seconds and the bytes of a model's operations on one rank, by how it shares batch and features.
+"""Costs: seconds and bytes of a model's operations on one rank, for its share of the batch and the features.
 
 A rank has a part of the batch (data parallelism and microbatches) and of some layers (tensor parallelism).
-What an operation takes follows from its profile on the whole batch: floating point operations and bytes of
-activations by the part that it has, bytes of parameters by the part of the features. Parameters are read in
-the forward; in the backward they are read, and their gradient is written.
+The costs follow from the profile of an operation on the whole batch: floating point operations and bytes of
+activations scale with the part of the batch, bytes of parameters with the part of the features. Parameters
+are read in the forward; in the backward they are read, and their gradient is written.
 
-[Note: what autocast keeps]
-A product takes copies in 16 bits of what is wider, and keeps them: of a parameter one for each forward, so
-that a microbatch has its own, and of an activation each product its own. What products make has 16 bits, and
-so has what other operations make of nothing else. Norms, softmax and losses are computed in float32, and so
-are sums with what is float32, such as the residual stream.
+[Note: memory under autocast]
+A product casts its wider inputs to 16 bits and saves the casts: one cast of a parameter per forward, so that
+each microbatch has its own, and one cast of an activation per product. Outputs of products have 16 bits, and
+so have outputs of other operations whose inputs all have 16 bits. Norms, softmax and losses are computed in
+float32, and so are sums with float32 operands, such as the residual stream.
 """
 
 import math
@@ -31,27 +31,27 @@ PRECISIONS: Mapping[str, torch.dtype | None] = {
     "bf16_master": torch.bfloat16,
     "fp16_naive": torch.float16,
 }
-"""What products are computed in, by the precision's name; None: in the model's own type."""
+"""Compute dtype of products, by the name of the precision; None: the dtype of the model."""
 
 MASTERS = frozenset({"bf16_master", "fp16_naive"})
-"""Precisions that hold the model in 16 bits, and a float32 copy of it in the optimizer."""
+"""Precisions with a 16-bit model and a float32 copy of it in the optimizer."""
 
 _IN_FLOAT32: frozenset[Kind] = frozenset({"norm", "batch_norm", "softmax", "loss"})  # under autocast
 
 OPTIMIZER_STATES: Mapping[str, int] = {"adamw": 2, "adam": 2, "momentum": 1, "sgd": 0}
-"""Numbers that an optimizer keeps for each parameter, of the parameter's size or a master's."""
+"""Number of optimizer states per parameter, each of the size of the parameter or of its master."""
 
 
 @dataclass(frozen=True)
 class Seconds:
-    """What something takes in the forward and in the backward."""
+    """Seconds of the forward and of the backward."""
 
     forward: float = 0.0
     backward: float = 0.0
 
     @property
     def total(self) -> float:
-        """Both."""
+        """Sum of both."""
         return self.forward + self.backward
 
     def __add__(self, other: "Seconds") -> "Seconds":
@@ -63,10 +63,10 @@ class ParamSizes:
     """Sizes of some parameters on a rank. Frozen ones have no gradients, no masters and no states.
 
     Attributes:
-        bytes: Of all of them, as the model holds them, before ZeRO cuts them.
-        trained_bytes: Of those that get gradients.
-        trained_numel: Their number of elements.
-        num_trained: Their number.
+        bytes: Bytes of all of them, in the dtype of the model, before ZeRO shards them.
+        trained_bytes: Bytes of those with gradients.
+        trained_numel: Number of elements of those with gradients.
+        num_trained: Number of those with gradients.
     """
 
     bytes: float
@@ -92,16 +92,16 @@ class ParamSizes:
 
 
 class OperationCosts:
-    """What the operations of a trace cost on a machine.
+    """Costs of the operations of a trace on a machine.
 
     Args:
         trace: The trace, of the whole batch.
-        profiles: Those of its operations.
+        profiles: Profiles of its operations, by name.
         machine: The machine.
         precision: A key of `PRECISIONS`.
 
     Raises:
-        ValueError: `precision` is not known.
+        ValueError: `precision` is unknown.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class OperationCosts:
         self._signatures = {each.name: self._signature(each) for each in trace.operations}
 
     def in_own_types(self) -> "OperationCosts":
-        """Return the costs of the model in its own types."""
+        """Return the costs of the model in its own dtypes."""
         if PRECISIONS[self.precision] is None:
             return self
         return OperationCosts(self.trace, self.profiles, self.machine, precision="fp32")
@@ -140,7 +140,7 @@ class OperationCosts:
 
     @cached_property
     def saved_by(self) -> tuple[dict[str, float], dict[str, float]]:
-        """What the backward keeps: bytes by tensor, each storage once; and by operation, of no tensor."""
+        """Saved for backward: bytes by tensor, each storage once; and bytes by operation, of no tensor."""
         tensors: dict[str, float] = {}
         extra: dict[str, float] = {}
         for operation in self.trace.operations:
@@ -149,7 +149,7 @@ class OperationCosts:
             for name in profile.saved:
                 if name in self.trace.outside:
                     continue
-                if self._casts(operation, name):  # see [Note: what autocast keeps]
+                if self._casts(operation, name):  # see [Note: memory under autocast]
                     more += self._bytes_of_cast(name)
                 else:
                     tensors[name] = self.activation_bytes(name)
@@ -157,10 +157,10 @@ class OperationCosts:
                 extra[operation.name] = more
         return tensors, extra
 
-    # See [Note: what autocast keeps].
+    # See [Note: memory under autocast].
     @cached_property
     def casts_of_weights(self) -> Mapping[str, float]:
-        """Bytes of the casts of parameters that the backward keeps, by the first operation of each."""
+        """Bytes of parameter casts saved for backward, by the first operation that needs each."""
         found: dict[str, float] = {}
         seen: set[str] = set()
         for operation in self.trace.operations:
@@ -172,7 +172,7 @@ class OperationCosts:
         return found
 
     def _casts(self, operation: Operation, tensor: str) -> bool:
-        """Whether an operation takes a copy of a tensor in 16 bits."""
+        """Whether an operation casts a tensor to 16 bits."""
         is_product = self._kinds[operation.name] in FLOP_KINDS
         return is_product and self._is_autocast and self._is_wide(tensor) and tensor not in self._narrow
 
@@ -202,13 +202,13 @@ class OperationCosts:
         return frozenset(found)
 
     def seconds(self, operation: Operation, *, share: float, divisor: int = 1, cut: str = "") -> Seconds:
-        """Return what an operation takes on one rank.
+        """Return the seconds of an operation on one rank.
 
         Args:
-            operation: It.
-            share: The part of the batch that the rank has, at a time.
-            divisor: Ranks that share its features.
-            cut: Of a product, whether they share its "output" or its "input" features.
+            operation: The operation.
+            share: Fraction of the batch that the rank computes at a time.
+            divisor: Number of ranks that share its features.
+            cut: For a product, the features that they share: "output" or "input".
         """
         key = (self._signatures[operation.name], share, divisor, cut)
         found = self._known.get(key)
@@ -217,23 +217,23 @@ class OperationCosts:
         return found
 
     def activation_bytes(self, tensor: str) -> float:
-        """Return the bytes of a tensor of the whole batch, in the type that it has under the precision."""
+        """Return the bytes of a tensor of the whole batch, in its dtype under the precision."""
         is_narrow = self._is_wide(tensor) and (self.precision in MASTERS or tensor in self._narrow)
         return self._bytes_of_cast(tensor) if is_narrow else self.trace.tensors[tensor].num_bytes
 
     def param_bytes(self, tensor: str) -> int:
-        """Return the bytes of a parameter as the model holds it."""
+        """Return the bytes of a parameter in the dtype of the model."""
         return self._param_size(tensor)[0]
 
     def param_sizes(self, divisors: Mapping[str, int]) -> "ParamSizes":
         """Return the sizes of some parameters on a rank.
 
         Args:
-            divisors: For each of them, the number of ranks that it is cut over.
+            divisors: Number of ranks that share each parameter, by the name of its tensor.
         """
         num_bytes = trained_bytes = trained_numel = 0.0
         num_trained = 0
-        for name, divisor in divisors.items():  # a search asks for those of a block thousands of times
+        for name, divisor in divisors.items():  # hot: a search computes this for a block thousands of times
             size, numel, is_trained = self._param_size(name)
             num_bytes += size / divisor
             if is_trained:
@@ -248,7 +248,7 @@ class OperationCosts:
         )
 
     def _param_size(self, tensor: str) -> tuple[int, int, bool]:
-        """Return the bytes and the number of elements of a parameter, and whether it gets a gradient."""
+        """Return the bytes and the number of elements of a parameter, and whether it has a gradient."""
         found = self._known_sizes.get(tensor)
         if found is None:
             is_trained = self.trace.storage_of(tensor) in self._trainable
@@ -258,7 +258,7 @@ class OperationCosts:
 
     @cached_property
     def _trainable(self) -> frozenset[str]:
-        """The storages of parameters that get gradients."""
+        """The storages of parameters with gradients."""
         return frozenset(map(self.trace.storage_of, self.trace.trainable))
 
     def _find_bytes(self, tensor: str) -> int:
@@ -270,7 +270,7 @@ class OperationCosts:
 
     @cached_property
     def all_params(self) -> "ParamSizes":
-        """The sizes of all parameters, tied ones once."""
+        """The sizes of all parameters, tied ones counted once."""
         own = (name for name in self.trace.params if self.trace.storage_of(name) == name)
         return self.param_sizes(dict.fromkeys(own, 1))
 
@@ -314,7 +314,7 @@ class OperationCosts:
         return Seconds(*found)
 
     def _dtype(self, operation: Operation, kind: Kind) -> tuple[torch.dtype, float]:
-        """Return the type that an operation works in, and by how much its bytes are less for it."""
+        """Return the dtype that an operation computes in, and the factor of its bytes relative to its own."""
         floats = [
             self.trace.tensors[name].dtype
             for name in (*operation.inputs, *operation.outputs)
@@ -331,7 +331,7 @@ class OperationCosts:
     def _shape(
         self, operation: Operation, kind: Kind, share: float, divisor: int, cut: str
     ) -> tuple[int, int, int] | None:
-        """Return the extents that the rate of a product depends on; see `time_of`."""
+        """Return the extents that determine the rate of a product; see `time_of`."""
         if kind not in FLOP_KINDS or not operation.outputs:
             return None
         shapes = [self.trace.tensors[name].shape for name in operation.inputs]

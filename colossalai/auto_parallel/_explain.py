@@ -1,4 +1,4 @@
-"""What a plan says in words: its choices, where the time and the memory go, and why a layer is cut so."""
+"""Plans in words: choices, shares of time and memory, and the costs of alternative cuts."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ _WIDTH = 78
 
 
 def explain_plan(plan: "AutoPlan") -> str:
-    """Return the whole plan in words, in lines of less than 80 characters."""
+    """Return a description of a plan, in lines of less than 80 characters."""
     setting = plan.setting
     budget = "no budget" if plan.memory_budget is None else f"a budget of {_budget(plan)} a rank"
     lines = [
@@ -55,7 +55,7 @@ def explain_plan(plan: "AutoPlan") -> str:
 
 
 def explain_module(plan: "AutoPlan", name: str) -> str:
-    """Return how a module is cut, and what other cuts would take."""
+    """Return the cut of a module, its costs, and the step time under each other cut."""
     found = {
         each: figures
         for each, figures in plan.modules.items()
@@ -79,7 +79,7 @@ def explain_module(plan: "AutoPlan", name: str) -> str:
 
 
 def explain_difference(plan: "AutoPlan", other: "AutoPlan") -> str:
-    """Return what two plans do differently, one line for each."""
+    """Return the differences of two plans, one line for each."""
     lines = []
     pairs = {
         "model": (plan.model, other.model),
@@ -142,7 +142,7 @@ def _shares(parts: Mapping[str, float], say: object) -> list[str]:
 
 
 def _wrapped(begin: str, text: str) -> list[str]:
-    """Return a text behind a word, in as many lines as it takes."""
+    """Return a text behind a label, wrapped to `_WIDTH` columns."""
     lines, current = [], begin
     for word in text.split(" "):
         if len(current) + len(word) > _WIDTH and current.strip():

@@ -1,22 +1,22 @@
-"""The inner problem: for given sizes of the mesh, how each layer is cut.
+"""The inner problem: the cut of each layer, for given sizes of the mesh.
 
 Sites and followers (`cuts/`) are the nodes of a `ChoiceProblem`, their strategies its options: least
-seconds of a step, subject to bytes of a rank. An edge forbids what does not fit together: a layer that takes
-a part of the features next to tensors that are whole. Equal blocks share their variables.
+seconds of a step, subject to bytes of a rank. An edge forbids incompatible options: a layer whose input is a
+part of the features next to tensors that are whole. Equal blocks share their variables.
 
 [Note: the bound of a choice]
-Which cuts are best within a budget B depends on what is recomputed, and that on the cuts. Whatever is
-recomputed, a step takes the seconds of its cuts, and the forwards of what is not kept once more. When the
-backward begins there are the states, and all that is kept; at the update there are all gradients, and nothing
-is kept. So for each price p of a byte,
+The best cuts within a budget B depend on the recomputed blocks, and these on the cuts. Under any
+recomputation, a step takes the seconds of its cuts, and once more the forward of all that is not kept. When
+the backward begins, the memory has the states and all kept activations; at the update it has all gradients
+and no activations. So for each price p of a byte,
 
     sum over nodes of (seconds + p * states then + min(p * kept, seconds of the forward)) - p * B
     sum over nodes of (seconds + p * states with all gradients) - p * B
 
-are no more than the seconds of any answer within B that has these cuts (outside of the blocks nothing is
-recomputed, and p * kept stands in the place of the minimum). For all cuts together each is one more choice
-problem, whose choices come in the order of this bound (`Elimination.cheapest_first`). Moment and price are
-those for which the first of them is highest (Lagrangian duality, as in `solver/_price.py`).
+are lower bounds of the seconds of any answer within B with these cuts (outside of the blocks nothing is
+recomputed, and p * kept replaces the minimum). Over all cuts each bound is one more choice problem, whose
+choices are enumerated in ascending order of the bound (`Elimination.cheapest_first`). Moment and price are
+chosen to maximize the least bound (Lagrangian duality, as in `solver/_price.py`).
 """
 
 import functools
@@ -53,12 +53,12 @@ _TENSOR_AXIS = "2"  # of a mesh of (data, pipeline, tensor)
 
 @dataclass(frozen=True, kw_only=True)
 class CutChoice:
-    """How each layer is cut.
+    """The cut of each layer.
 
     Attributes:
-        strategies: Of each site.
-        are_cut: Of each set of followers, whether its tensors are.
-        gap: How much better the seconds of another choice could be at most, as a part of them.
+        strategies: Strategy of each site.
+        are_cut: For each set of followers, whether its tensors are cut.
+        gap: Largest possible improvement of the seconds by another choice, as a fraction of them.
     """
 
     strategies: tuple[Strategy, ...]
@@ -68,15 +68,15 @@ class CutChoice:
 
 @dataclass(frozen=True, kw_only=True)
 class _NodeCost:
-    """What an option of a node takes.
+    """Costs of an option of a node.
 
     Attributes:
-        seconds: Of a step.
-        again: Of them, what a forward takes that is run again; math.inf: nothing is.
+        seconds: Seconds of a step.
+        again: Seconds of its forward if it is recomputed; math.inf: it is never recomputed.
         states: Bytes of parameters, gradients and optimizer states.
-        held: Bytes of what of them is there when a backward begins, and of buckets.
-        complete: The same at the update, when all gradients have come.
-        kept: Bytes that are kept for the backward, if they are not recomputed.
+        held: Bytes of states and buckets that are alive when a backward begins.
+        complete: The same at the update, with all gradients.
+        kept: Bytes saved for backward, unless they are recomputed.
     """
 
     seconds: float
@@ -88,7 +88,7 @@ class _NodeCost:
 
 
 def _at_begin(node: _NodeCost, price: float) -> float:
-    """Return what a node bounds the seconds by, for its bytes when the backward begins."""
+    """Return the contribution of a node to the bound, by its bytes when the backward begins."""
     return node.seconds + price * node.held + min(price * node.kept, node.again)
 
 
@@ -108,12 +108,12 @@ def _bounds(
 
 @dataclass(frozen=True, kw_only=True)
 class CutGraph:
-    """What can be chosen for a number of tensor-parallel ranks as a graph, whatever it costs.
+    """The graph of all choices for a number of tensor-parallel ranks, without costs.
 
     Attributes:
         trace: The operations.
-        strategies: What can be chosen.
-        alike: For the operations of equal blocks the number of their kind, and their place in the block; see
+        strategies: Sites and followers, with their strategies.
+        alike: Kind of block and place in the block of each operation of equal blocks; see
             `places_in_blocks`.
     """
 
@@ -123,7 +123,7 @@ class CutGraph:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """What nodes are called: the sites, then the sets of followers."""
+        """Names of the nodes: the sites, then the sets of followers."""
         return (
             *(site.name for site in self.strategies.sites),
             *(f"behind {self.trace.producers[each.tensors[0]].name}" for each in self.strategies.followers),
@@ -131,7 +131,7 @@ class CutGraph:
 
     @cached_property
     def edges(self) -> dict[tuple[int, int], tuple[tuple[float, ...], ...]]:
-        """The tables that forbid what does not fit together."""
+        """Tables of infinite costs for incompatible options, by pair of nodes."""
         sites = self.strategies.sites
         tables: dict[tuple[int, int], list[list[float]]] = {}
 
@@ -160,7 +160,7 @@ class CutGraph:
 
     @cached_property
     def classes(self) -> list[Hashable]:
-        """For each node what is the same for the equal nodes of all blocks."""
+        """For each node, a key that is the same for the equal nodes of all blocks."""
         sites, followers = self.strategies.sites, self.strategies.followers
         classes: list[Hashable] = [
             self._class(site.operations[0], (len(site.strategies), len(site.operations), site.takes is None))
@@ -180,7 +180,7 @@ class CutGraph:
 
     @cached_property
     def merged(self) -> MergedChoices:
-        """The problem in which nothing costs anything, with one node for the equal ones of all blocks."""
+        """The problem with zero costs, with one node for the equal ones of all blocks."""
         sites, followers = self.strategies.sites, self.strategies.followers
         counts = [*(len(site.strategies) for site in sites), *(2 for _ in followers)]
         nothing = tuple((0.0,) * count for count in counts)
@@ -194,12 +194,15 @@ class CutGraph:
 
     @cached_property
     def members(self) -> tuple[tuple[int, int], ...]:
-        """For each node of `merged` the first one that it stands for, and how many."""
+        """For each node of `merged`, the first node that it represents, and their number."""
         counts = Counter(self.merged.numbers)
         return tuple((self.merged.numbers.index(number), counts[number]) for number in sorted(counts))
 
     def merge(self, costs: Sequence[Sequence[float]], memory: Sequence[Sequence[float]]) -> MergedChoices:
-        """Return the problem of some seconds and bytes, equal for equal nodes, with one node for these."""
+        """Return the problem with given seconds and bytes, with one node for the equal ones of all blocks.
+
+        Equal nodes have equal seconds and bytes.
+        """
         problem = self.merged.problem
         own = [_times(costs[first], count) for first, count in self.members]
         with_edges = (
@@ -210,19 +213,19 @@ class CutGraph:
 
 
 def _times(row: Sequence[float], count: int) -> tuple[float, ...]:
-    """Return the sums of as many equal rows, each added to those before."""
+    """Return the sums of `count` equal rows, added one after the other."""
     return tuple(functools.reduce(operator.add, itertools.repeat(each, count)) for each in row)
 
 
 class InnerProblem:
-    """What can be chosen for given sizes, and what it costs.
+    """The choices under given sizes, with their costs.
 
     Args:
-        costs: What operations cost.
-        params: What parameters cost under the setting.
-        graph: What can be chosen.
-        in_blocks: The operations that may be recomputed.
-        must_cut: Whether a layer is whole only where there is no other way.
+        costs: Costs of the operations.
+        params: Costs of the parameters under the setting.
+        graph: The choices.
+        in_blocks: Names of the operations that can be recomputed.
+        must_cut: Whether to leave a layer whole only where it has no other option.
     """
 
     def __init__(
@@ -242,7 +245,7 @@ class InnerProblem:
         self._of_whole = _FAR_TOO_LONG if must_cut else 0.0
 
     def transfer_seconds(self, transfers: Sequence[CutTransfer]) -> float:
-        """Return what some collectives of the tensor ranks take, for a rank's part of the batch at a time."""
+        """Return the seconds of some collectives of the tensor ranks, for one microbatch of a rank."""
         return sum(
             self.params.speed.cost(
                 each.op, self.costs.activation_bytes(each.tensor) * self.setting.share, _TENSOR_AXIS
@@ -251,7 +254,7 @@ class InnerProblem:
         )
 
     def operation_seconds(self, name: str, choice: CutChoice) -> Seconds:
-        """Return what an operation takes on a rank, for its part of the batch at a time."""
+        """Return the seconds of an operation on a rank, for one microbatch."""
         operation = self._operation(name)
         divisor, cut = 1, ""
         if (number := self.strategies.site_of.get(name)) is not None:
@@ -263,7 +266,7 @@ class InnerProblem:
         return self.costs.seconds(operation, share=self.setting.share, divisor=divisor, cut=cut)
 
     def part_of_tensor(self, name: str, choice: CutChoice) -> float:
-        """Return which part of the features of a tensor a rank has."""
+        """Return the fraction of the features of a tensor that a rank has."""
         group = self.strategies.followers_by_tensor.get(name)
         if group is not None and choice.are_cut[group]:
             return 1 / self.setting.tensor
@@ -276,12 +279,12 @@ class InnerProblem:
         return 1 / self.setting.tensor if choice.strategies[number_of_site].is_cut and is_inside else 1.0
 
     def kind_of_block(self, operations: Sequence[str]) -> int | None:
-        """Return which blocks one with these operations is equal to, by a number; None: to none."""
+        """Return the number of the kind of a block with these operations; None: equal to no other block."""
         found = self._graph.alike.get(operations[0])
         return found[0] if found is not None else None
 
     def whole(self) -> CutChoice:
-        """Return the choice that cuts nothing."""
+        """Return the choice with all layers whole."""
         return CutChoice(
             strategies=tuple(site.strategies[0] for site in self.strategies.sites),
             are_cut=(False,) * len(self.strategies.followers),
@@ -293,11 +296,11 @@ class InnerProblem:
         """Return the best choice.
 
         Args:
-            budget: Bytes that what can be chosen may take on a rank; None: any.
-            keeps_activations: Whether what the backward needs is kept; else it is recomputed, and only
-                parameters take memory.
+            budget: Bytes on a rank for all nodes. None: no limit.
+            keeps_activations: Whether activations are saved for backward; otherwise they are recomputed, and
+                only parameters take memory.
             time_limit: Seconds of the search.
-            gap: When a choice is good enough, as a part of its seconds.
+            gap: Gap at which the search stops, as a fraction of the seconds.
 
         Raises:
             BudgetError: `budget` is less than any choice needs.
@@ -309,7 +312,7 @@ class InnerProblem:
         return self.choice_of(merged.expand(solution.options), solution.gap)
 
     def choice_of(self, options: Sequence[int], gap: float = 0.0) -> CutChoice:
-        """Return the choice that takes some options of the nodes of `problem`."""
+        """Return the choice with the given options of the nodes of `problem`."""
         num_sites = len(self.strategies.sites)
         return CutChoice(
             strategies=tuple(
@@ -321,33 +324,33 @@ class InnerProblem:
         )
 
     def options_of(self, choice: CutChoice) -> Options:
-        """Return the options that a choice takes of the nodes of `problem`."""
+        """Return the options of the nodes of `problem` in a choice."""
         sites = zip(self.strategies.sites, choice.strategies, strict=True)
         return (*(site.strategies.index(each) for site, each in sites), *map(int, choice.are_cut))
 
     @property
     def is_narrow(self) -> bool:
-        """Whether the problem can be solved by tables, and so `by_bound` be asked."""
+        """Whether elimination can solve the problem, which `by_bound` requires."""
         return self._graph.elimination.is_small
 
     # See [Note: the bound of a choice].
     def by_bound(
         self, free: CutChoice, *, seconds: float, floors: tuple[float, float], budget: float
     ) -> Iterator[tuple[float, CutChoice]]:
-        """Yield all choices with seconds that no answer within a budget has less of, the least first.
+        """Yield choices with a lower bound of the seconds of their answers within a budget, least first.
 
-        Of stages of a pipeline all is that of one on average. The problem must be narrow.
+        With a pipeline, all figures are those of the average stage. `is_narrow` must be true.
 
         Args:
             free: The fastest choice.
-            seconds: What a step of it takes.
-            floors: Bytes that it has when the backward begins, but for what could be recomputed, and at
-                the update.
+            seconds: Seconds of its step.
+            floors: Bytes of `free` when the backward begins, without recomputable activations, and at the
+                update.
             budget: Bytes of a rank.
         """
         options, nodes = self.options_of(free), self._node_costs
         taken = [node[option] for node, option in zip(nodes, options, strict=True)]
-        # What is the same for all choices is known from the difference for one of them.
+        # The part that all choices share follows from the difference for one of them.
         same = seconds - sum(each.seconds for each in taken)
         begin, update = floors
         rooms = {
@@ -366,7 +369,7 @@ class InnerProblem:
             yield cost - taken_off + same, self.choice_of(merged.expand(each))
 
     def _least_bounds(self, bound_of: Callable[[_NodeCost, float], float], prices: Sequence[float]) -> Floats:
-        """Return what all choices are bounded by, for each price of a byte."""
+        """Return the least bound over all choices, for each price of a byte."""
         costs = []
         for (first, count), inside in zip(self._graph.members, self._graph.merged.problem.costs, strict=True):
             bounds = [[bound_of(each, price) for price in prices] for each in self._node_costs[first]]
@@ -384,7 +387,7 @@ class InnerProblem:
         return ChoiceProblem(names=graph.names, costs=tuple(costs), memory=tuple(memory), edges=graph.edges)
 
     def memory_of(self, choice: CutChoice, *, keeps_activations: bool) -> float:
-        """Return the bytes of a choice, of what can be chosen."""
+        """Return the bytes of all nodes under a choice."""
         _, memory = self._own(keeps_activations=keeps_activations)
         return math.fsum(row[option] for row, option in zip(memory, self.options_of(choice), strict=True))
 
@@ -398,10 +401,10 @@ class InnerProblem:
 
     @cached_property
     def _node_costs(self) -> list[tuple[_NodeCost, ...]]:
-        """Return what each option of each node takes."""
+        """Return the costs of each option of each node."""
         sites, followers = self.strategies.sites, self.strategies.followers
         classes = self._graph.classes
-        known: dict[Hashable, tuple[_NodeCost, ...]] = {}  # equal nodes take the same
+        known: dict[Hashable, tuple[_NodeCost, ...]] = {}  # equal nodes have equal costs
         per_byte = self.params.seconds_per_byte(self.costs.all_params)
         for number, site in enumerate(sites):
             if classes[number] not in known:
@@ -415,7 +418,7 @@ class InnerProblem:
         return [known[each] for each in classes]
 
     def _site_node(self, number: int, site: Site, strategy: Strategy, per_byte: float) -> _NodeCost:
-        """Return what a strategy of a site takes."""
+        """Return the costs of a strategy of a site."""
         divisor = self.setting.tensor if strategy.is_cut else 1
         found = Seconds(self.transfer_seconds(strategy.forward), self.transfer_seconds(strategy.backward))
         for name in site.operations:
@@ -453,7 +456,7 @@ class InnerProblem:
 
     @cached_property
     def _holder_of(self) -> Mapping[str, int]:
-        """By the storage of a parameter the first site that has it: tied ones count once."""
+        """The first site with a parameter, by storage, so that tied parameters count once."""
         found: dict[str, int] = {}
         for number, site in enumerate(self.strategies.sites):
             for name in site.params:
@@ -479,11 +482,11 @@ class InnerProblem:
         )
 
     def _again(self, operation: str, seconds: Seconds) -> float:
-        """Return what the forward of a node takes in a step if it is run again; math.inf: it never is."""
+        """Return the seconds that recomputing a node adds to a step; math.inf: it is never recomputed."""
         return self.setting.microbatches * seconds.forward if operation in self._in_blocks else math.inf
 
     def _kept_inside(self, number: int, site: Site) -> float:
-        """Return the bytes of the whole batch that the backward keeps of tensors inside a site."""
+        """Return the bytes of tensors inside a site that are saved for backward, for the whole batch."""
         tensors, extra = self.costs.saved_by
         kept = 0.0
         for name in site.operations:
@@ -501,5 +504,5 @@ class InnerProblem:
         return self.trace.operations[self.trace.places[name]]
 
     def _num_live(self) -> float:
-        """Return how many times what a rank keeps of a microbatch is there, on average of the stages."""
+        """Return the number of live microbatches of a rank, on average over the stages."""
         return min(self.setting.microbatches, self.setting.pipeline) / self.setting.pipeline

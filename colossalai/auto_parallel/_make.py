@@ -1,4 +1,4 @@
-"""From a model, its arguments and a budget to a plan: trace, profile, search, figures."""
+"""Construction of a plan from a model, its arguments and a budget: trace, profile, search, figures."""
 
 import math
 import os
@@ -46,28 +46,28 @@ def make_plan(
     gap: float = 1e-3,
     verify: bool | None = None,
 ) -> AutoPlan:
-    """Find how a model is trained fastest on a number of ranks within a budget of bytes.
+    """Find the fastest plan to train a model on a number of ranks within a budget of bytes.
 
-    No process group is needed, no memory for the model, and nothing of it is changed. In a job all ranks call
-    it: rank 0 searches, and the others get its plan. There a plan is run for a step on the real ranks, unless
-    `verify` is False. Where more bytes are counted than the budget has, predicted sizes are scaled by what
-    was seen, and the plan is made again, up to three times. What is run is a copy of the model, which takes
-    as much memory as the plan does; neither the model nor a random state changes.
+    This needs neither a process group nor memory for the model, which is not changed. In a job, all ranks
+    call it: rank 0 searches and broadcasts its plan. The plan is then run for a step on the real ranks,
+    unless `verify` is False. If the counted bytes exceed the budget, the predicted sizes are scaled by the
+    ratio and the plan is made again, up to three times. The run uses a copy of the model, which takes as much
+    memory as the plan does; neither the model nor a random state changes.
 
     Args:
-        model: The model, in the mode that it is to be trained in; one on the meta device will do.
+        model: The model, in the mode of its training. It can be on the meta device.
         meta_args: Arguments of its forward by name, for the whole batch: dimension 0 of tensors counts
-            samples. Tensors may be on the meta device.
-        world_size: Number of ranks; default: that of the job.
-        memory_budget: Bytes that a rank may take; None: any.
+            samples. Tensors can be on the meta device.
+        world_size: Number of ranks. Default: the world size of the job.
+        memory_budget: Bytes available on a rank. None: no limit.
         optimizer: "adamw", "adam", "momentum" (SGD with momentum) or "sgd".
         precision: "fp32" (the model's own type), "bf16", "fp16", "bf16_master" or "fp16_naive".
-        profile: What the machine takes for operations and communication: a profile, the path of one, or the
-            name of a shipped one; default: that of two CPU cores.
+        profile: Profile of the machine, with the times of operations and communication: a profile, the path
+            of one, or the name of a shipped one. Default: two CPU cores.
         time_limit: Seconds of the search for the cuts of each layout.
-        gap: When cuts are good enough, as a part of their seconds.
-        verify: Whether the plan is run for a step; `counted_bytes` of it is what was counted. Default: in a
-            job of `world_size` ranks, if there is a budget.
+        gap: Gap at which the search for cuts stops, as a fraction of their seconds.
+        verify: Whether to run the plan for a step and store the counted peak in its `counted_bytes`.
+            Default: True in a job of `world_size` ranks with a budget.
 
     Raises:
         ValueError: `world_size` is not above 0, `meta_args` does not fit the model or has no batch that the
@@ -130,9 +130,9 @@ def _make(
 
     Args:
         posed: Returns the problem.
-        memory_budget: Bytes that a rank may take; None: any.
-        scale: What predicted sizes are multiplied by.
-        is_run: Whether it is going to be verified.
+        memory_budget: Bytes available on a rank. None: no limit.
+        scale: Factor of predicted sizes.
+        is_run: Whether the plan is run for a step afterwards.
     """
     problem = posed()
     if is_run:
@@ -147,7 +147,7 @@ def _make(
 
 
 def _check_budget(memory_budget: float | None) -> None:
-    """Refuse what is not a number of bytes.
+    """Check that a budget is a number of bytes.
 
     Raises:
         ValueError: `memory_budget` is not a finite number above 0, or None.
@@ -165,17 +165,17 @@ def is_number(value: object) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanProblem:
-    """A model on a machine with all that can be chosen.
+    """The choice of a plan for a model on a machine.
 
     Attributes:
         model: The model.
         trace: Its operations.
         parts: Its parts.
-        machine: The machine.
+        machine: Profile of the machine.
         batch: Samples of the whole batch.
         precision: A key of `PRECISIONS`.
         optimizer: A key of `OPTIMIZER_STATES`.
-        settings: The sizes that the runtime has; at least one.
+        settings: The sizes that the runtime supports; at least one.
         search: The search over them.
     """
 
@@ -195,9 +195,9 @@ class PlanProblem:
         """Return the plan that takes the fewest seconds.
 
         Args:
-            settings: Those that are allowed.
-            memory_budget: Bytes that a rank may take; None: any.
-            scale: What predicted sizes are multiplied by.
+            settings: The allowed settings.
+            memory_budget: Bytes available on a rank. None: no limit.
+            scale: Factor of predicted sizes.
 
         Raises:
             BudgetError: `memory_budget` is less than any plan needs.
@@ -210,12 +210,12 @@ class PlanProblem:
     def plan_of(
         self, best: Candidate, *, memory_budget: float | None = None, second: Candidate | None = None
     ) -> AutoPlan:
-        """Return the plan that an answer means, whether a search found it or a person wrote it.
+        """Return the plan of an answer, either found by a search or requested by the user.
 
         Args:
             best: The answer.
-            memory_budget: Bytes of a rank that it was looked for within; None: any.
-            second: The best answer of other sizes; None: not known.
+            memory_budget: Bytes of a rank that limited the search. None: no limit.
+            second: The best answer of other sizes. None: unknown.
         """
         inner = self.search.problem_of(best.setting)
         return AutoPlan(
@@ -252,16 +252,16 @@ def pose_problem(
     profile: MachineProfile | str | Path | None,
     limits: SearchLimits,
 ) -> PlanProblem:
-    """Trace and profile a model, and return what can be chosen.
+    """Trace and profile a model, and return the choice of its plan.
 
     Args:
-        model: As of `make_plan`, like all others.
+        model: The model, as for `make_plan`; so are the other arguments.
         meta_args: The arguments of its forward.
         world_size: Number of ranks.
         optimizer: The optimizer.
         precision: The precision.
         profile: The machine.
-        limits: How long and how well to search.
+        limits: Time and quality of the search.
 
     Raises:
         ValueError: `meta_args` does not fit the model or has no batch that the ranks could share, or an
@@ -287,7 +287,7 @@ def pose_problem(
             world_size,
             batch=batch,
             num_blocks=len(parts.blocks),
-            # Microbatches would have statistics of their own.
+            # Each microbatch would have its own batch norm statistics.
             can_pipeline=world_size > 1
             and parts.can_be_stages
             and not has_batch_norms(model)
@@ -318,7 +318,7 @@ def pose_problem(
 
 
 def _tensor_refusal(model: nn.Module) -> str:
-    """Return why tensor-parallel ranks cannot share the layers of a model; empty where they can."""
+    """Return the reason why tensor-parallel ranks cannot share the layers of a model; empty if they can."""
     try:
         check_shards(model, 1)
     except ValueError as error:
@@ -327,15 +327,17 @@ def _tensor_refusal(model: nn.Module) -> str:
 
 
 def has_batch_norms(model: nn.Module) -> bool:
-    """Whether a model has layers whose statistics are those of a batch."""
+    """Whether a model has layers that take statistics over the batch."""
     return any(isinstance(each, nn.modules.batchnorm._BatchNorm) for each in model.modules())
 
 
 def machine_of(profile: MachineProfile | str | Path | None) -> MachineProfile:
-    """Return a profile, that of a file, or a shipped one by its name; None: that of two CPU cores.
+    """Return a profile, given as it is, by the path of its file, or by the name of a shipped one.
+
+    None is the shipped profile of two CPU cores.
 
     Raises:
-        ValueError: `profile` is none of these.
+        ValueError: `profile` has another type, or names neither a file nor a shipped profile.
     """
     if isinstance(profile, MachineProfile):
         return profile
@@ -349,13 +351,13 @@ def machine_of(profile: MachineProfile | str | Path | None) -> MachineProfile:
 
 
 def _second(found: Sequence[Candidate]) -> Candidate | None:
-    """Return the best answer whose ranks lie differently from the best one's."""
+    """Return the best answer with another layout of the ranks than the best one."""
     shape = found[0].setting.shape
     return next((each for each in found if each.setting.shape != shape), None)
 
 
 def rules_of(candidate: Candidate) -> dict[str, Rule]:
-    """Return the rules, by the names of modules, that carry out how layers are cut."""
+    """Return the rules that implement the cuts of layers, by the full names of modules."""
     rules: dict[str, Rule] = {}
     named: dict[str, dict[str, list[str]]] = {}
     for site, strategy in zip(candidate.strategies.sites, candidate.choice.strategies, strict=True):
@@ -368,18 +370,18 @@ def rules_of(candidate: Candidate) -> dict[str, Rule]:
             assert strategy.field is not None, "a layer without a rule is named by a field of one"
             named.setdefault(parent, {}).setdefault(strategy.field, []).append(child)
     for parent, by_field in named.items():
-        # A module whose class has a rule may have layers that it does not name.
+        # A module whose class has a rule can have layers outside of the rule.
         rule = rules.get(parent, Rule())
         added = {field: (*getattr(rule, field), *names) for field, names in by_field.items()}
         rule = replace(rule, **added)  # type: ignore[arg-type]
-        if rule.columns or rule.rows:  # the trace shows that no other layer is given a part
+        if rule.columns or rule.rows:  # the trace shows that no other layer receives a part
             rule = replace(rule, outside=("*",))
         rules[parent] = rule
     return rules
 
 
 def _modules(inner: InnerProblem, best: Candidate) -> dict[str, ModuleFigures]:
-    """Return for each layer that could be cut how it is, what it takes, and what other cuts would take."""
+    """Return the cut, the costs and the step times under other cuts of each layer that could be cut."""
     problem = inner.problem(keeps_activations=True)
     total = best.prediction.step_seconds
     found: dict[str, ModuleFigures] = {}
@@ -404,7 +406,7 @@ def _modules(inner: InnerProblem, best: Candidate) -> dict[str, ModuleFigures]:
 
 
 def _modules_of_experts(inner: InnerProblem, best: Candidate, parts: ModelParts) -> dict[str, ModuleFigures]:
-    """Return how experts are cut, which follows from the sizes, and what they take."""
+    """Return the cut of experts, which follows from the sizes, and their costs."""
     setting, found = inner.setting, {}
     costs = inner.params.of_experts
     for module in parts.experts:
@@ -428,7 +430,7 @@ def _bytes_of(inner: InnerProblem, site: Site, *, is_cut: bool) -> float:
 
 
 def _costliest(inner: InnerProblem, choice: CutChoice) -> tuple[tuple[str, str, float], ...]:
-    """Return the operations that take most of a step, the first of those that are equal."""
+    """Return the operations with the largest share of a step, the first of equal ones."""
     times = inner.setting.microbatches
     found = [
         (

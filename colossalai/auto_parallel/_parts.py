@@ -1,7 +1,7 @@
-"""Parts of a model: the operations before its blocks, in each of them, and behind them; and its experts.
+"""Parts of a model: the operations before its blocks, in each block, and after them; and its experts.
 
-Only blocks are recomputed, and a pipeline is cut between them: these are the places that predictions add up.
-Experts may be shared by data-parallel ranks, to which rows of tokens travel then.
+Only blocks are recomputed, and a pipeline is cut between blocks: predictions sum over these parts. Experts
+can be sharded over data-parallel ranks, which then exchange rows of tokens.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -17,15 +17,15 @@ from colossalai.shardformer import expert_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertModule:
-    """A module of experts that ranks may share.
+    """A module of experts that ranks can share.
 
     Attributes:
         name: Its full name.
         params: The tensors of its parameters, whose dimension 0 counts experts.
-        products: The operations that are products of rows with the matrices of their experts, in order.
-        rows: What the first one takes: rows of tokens, one for each choice of a token.
-        trained: The matrices of all experts that get gradients: parameters, or what is computed of them.
-        is_loop: Whether a rank that has all of them computes one expert after the other.
+        products: Names of the products of rows with expert matrices, in order.
+        rows: Input of the first product: rows of tokens, one for each expert of a token.
+        trained: The matrices of all experts that have gradients: parameters, or tensors computed from them.
+        is_loop: Whether a rank with all experts computes one expert after the other.
     """
 
     name: str
@@ -38,19 +38,19 @@ class ExpertModule:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelParts:
-    """The operations of a model before its blocks, in each of them, and behind them.
+    """The operations of a model before its blocks, in each block, and after them.
 
     Attributes:
         blocks: Full names of the blocks, in the order in which they run.
-        before: Names of the operations before the first one.
-        within: Names of the operations of each.
+        before: Names of the operations before the first block.
+        within: Names of the operations of each block.
         after: Names of all others.
-        inputs: For each block the tensor that the one before hands to it; empty if they are no chain.
-        outputs: For each block the tensor that it hands on.
-        params: Names of the parameter tensors before the first block, in each of them, and behind them.
-        experts: Those that ranks may share: all of the model, or none.
-        can_be_stages: Whether they are a chain that stages of a pipeline can be made of: what a block or the
-            part before the blocks makes is taken by what runs next, and by nothing behind it.
+        inputs: For each block, the tensor that the previous one passes on; empty unless they form a chain.
+        outputs: For each block, the tensor that it passes on.
+        params: Names of the parameter tensors before the first block, in each block, and after them.
+        experts: Modules whose experts ranks can share: all of the model, or none.
+        can_be_stages: Whether the blocks form a chain that can be cut into pipeline stages: outputs of a
+            block, or of the part before the blocks, are inputs of the next part only.
     """
 
     blocks: tuple[str, ...] = ()
@@ -65,7 +65,7 @@ class ModelParts:
 
     @property
     def is_chain(self) -> bool:
-        """Whether each block takes what the one before hands on, and nothing else of the blocks."""
+        """Whether the only input of each block from other blocks is the output of the previous one."""
         return bool(self.inputs)
 
 
@@ -87,7 +87,7 @@ def parts_of_model(trace: ModelTrace, model: nn.Module) -> ModelParts:
     outside = [each.name for each in trace.operations if each.name not in inside]
     ends = [_ends(trace, [each.name for each in operations]) for _, operations in found]
     for number, (taken, made) in enumerate(ends):
-        if not taken:  # nothing trained is before: the batch itself, or what is frozen
+        if not taken:  # no trained input before it: the batch itself, or a frozen part
             handed = ends[number - 1][1] if number else None
             ends[number] = _inputs_without_gradient(trace, found[number][1], inside, handed), made
     is_chain = all(len(taken) == len(made) == 1 for taken, made in ends) and all(
@@ -112,19 +112,19 @@ def parts_of_model(trace: ModelTrace, model: nn.Module) -> ModelParts:
 def _is_passed_on(
     trace: ModelTrace, before: Sequence[str], within: Sequence[Sequence[str]], made: Sequence[str]
 ) -> bool:
-    """Return whether a stage gets all it takes from the stage before it, or computes it from the batch.
+    """Return whether the inputs of each stage come from the previous stage or are computed from the batch.
 
     Args:
         trace: The trace.
         before: The operations before the first block.
-        within: Those of each block.
-        made: The tensor that each block hands on.
+        within: The operations of each block.
+        made: The tensor that each block passes on.
     """
     for tensor, following in zip(made, within[1:], strict=False):
         if tensor in trace.outputs or not {each.name for each in trace.consumers[tensor]} <= {*following}:
             return False
     known = {*before, *within[0]}
-    of_params = set(trace.params)  # what depends on parameters is computed by the stage that has them
+    of_params = set(trace.params)  # tensors that depend on parameters: only the stage with these has them
     for operation in (trace.operations[place] for place in sorted(trace.places[name] for name in before)):
         if of_params.isdisjoint(operation.inputs):
             continue
@@ -136,7 +136,7 @@ def _is_passed_on(
 
 
 def _experts_of(trace: ModelTrace, model: nn.Module) -> tuple[ExpertModule, ...]:
-    """Return the experts of a model; none, if what would travel to some of them is not in the trace."""
+    """Return the experts of a model; none if the rows exchanged by some of them are not in the trace."""
     tensors: dict[str, list[str]] = {}  # by the full names of parameters
     for tensor, name in trace.params.items():
         tensors.setdefault(name, []).append(tensor)
@@ -161,13 +161,13 @@ def _experts_of(trace: ModelTrace, model: nn.Module) -> tuple[ExpertModule, ...]
 
 
 def _params_of(trace: ModelTrace, operations: Iterable[str]) -> tuple[str, ...]:
-    """Return the parameter tensors that some operations take, each once."""
+    """Return the parameter tensors among the inputs of some operations, each once."""
     own = (trace.operations[place] for place in sorted(trace.places[name] for name in operations))
     return tuple(dict.fromkeys(name for each in own for name in each.inputs if name in trace.params))
 
 
 def _ends(trace: ModelTrace, operations: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the tensors with gradients that some operations take, and those that others take of them."""
+    """Return the inputs of some operations that have gradients, and their outputs that others use."""
     inside = set(operations)
     own = [each for each in trace.operations if each.name in inside]
     made = {name for each in own for name in each.outputs}
@@ -189,13 +189,13 @@ def _ends(trace: ModelTrace, operations: Sequence[str]) -> tuple[list[str], list
 def _inputs_without_gradient(
     trace: ModelTrace, operations: Sequence[Operation], inside: Collection[str], handed: Sequence[str] | None
 ) -> list[str]:
-    """Return the tensors that could be what a block computes on, of those without a gradient that it takes.
+    """Return the tensors without gradients that could be the hidden state a block computes on.
 
     Args:
         trace: The trace.
-        operations: Those of the block.
-        inside: Names of the operations of all blocks: what several of them take is a mask or positions.
-        handed: What the block before hands on; None: there is none.
+        operations: The operations of the block.
+        inside: Names of the operations of all blocks: several blocks use masks and positions.
+        handed: Outputs of the previous block. None: this is the first block.
     """
     own = {each.name for each in operations}
     made = {name for each in operations for name in each.outputs}
@@ -213,7 +213,7 @@ def _inputs_without_gradient(
 
 
 def carries_gradient(trace: ModelTrace, name: str) -> bool:
-    """Whether a tensor depends on something trained; masks and positions do not."""
+    """Whether a tensor depends on a trained parameter; masks and positions do not."""
     waiting, seen = [name], set()
     while waiting:
         each = waiting.pop()
@@ -227,7 +227,7 @@ def carries_gradient(trace: ModelTrace, name: str) -> bool:
 
 
 def params_in_gradient(trace: ModelTrace, output: str) -> set[str]:
-    """Return the parameter tensors that get a gradient if one output does."""
+    """Return the parameter tensors that have a gradient if one output has."""
     waiting, found, seen = [output], set[str](), set[str]()
     while waiting:
         each = waiting.pop()
@@ -243,13 +243,13 @@ def params_in_gradient(trace: ModelTrace, output: str) -> set[str]:
 
 
 def losses_of(trace: ModelTrace) -> list[str]:
-    """Return the outputs that a loss may be made of: those of one element, or all floating ones."""
+    """Return the outputs that a loss can be computed from: those of one element, or all floating ones."""
     floating = [name for name in trace.outputs if trace.tensors[name].dtype.is_floating_point]
     return [name for name in floating if trace.tensors[name].numel == 1] or floating
 
 
 def may_lack_gradients(trace: ModelTrace) -> bool:
-    """Whether a loss may leave a parameter without a gradient: that of one output, or of all."""
+    """Whether some parameter gets no gradient from the loss of one output."""
     storages = {trace.storage_of(name) for name in trace.params if name in trace.trainable}
     return any(
         not storages <= {trace.storage_of(name) for name in params_in_gradient(trace, output)}
@@ -258,10 +258,10 @@ def may_lack_gradients(trace: ModelTrace) -> bool:
 
 
 def zero_stages_of(trace: ModelTrace, model: nn.Module, parts: ModelParts) -> frozenset[int]:
-    """Return the stages of ZeRO that data-parallel ranks can train a model in, of models in one stage.
+    """Return the ZeRO stages under which data-parallel ranks can train a model without a pipeline.
 
-    `DistributedDataParallel` waits for the gradient of each parameter. ZeRO has no sparse gradients. In stage
-    3 the parameters of a block are there while the block runs, and so they are of one block only.
+    `DistributedDataParallel` waits for the gradient of each parameter. ZeRO does not support sparse
+    gradients. In stage 3, parameters are gathered while their block runs, so each belongs to one block.
     """
     is_sparse = any(
         isinstance(each, nn.Embedding | nn.EmbeddingBag) and each.sparse for each in model.modules()
@@ -277,7 +277,7 @@ def zero_stages_of(trace: ModelTrace, model: nn.Module, parts: ModelParts) -> fr
 
 
 def _blocks_share_params(trace: ModelTrace, parts: ModelParts) -> bool:
-    """Whether a parameter of a block is one of another module as well, or taken outside of the block."""
+    """Whether a parameter of a block also belongs to another module, or is used outside of the block."""
     block_of = {
         name: number for number, operations in enumerate(parts.within) for name in operations
     }  # by operation

@@ -1,4 +1,4 @@
-"""The plan of Colossal-Auto: a frozen value that a person can read and compare, and that the runtime runs."""
+"""The plan of Colossal-Auto: a frozen, readable and comparable value that the runtime carries out."""
 
 import json
 import os
@@ -38,13 +38,13 @@ _PRECISION_MODES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 @dataclass(frozen=True)
 class ModuleFigures:
-    """What a layer is predicted to take on a rank.
+    """Predicted costs of a layer on a rank.
 
     Attributes:
         cut: One of `CUTS`.
-        seconds: Of a step.
-        bytes: Of its parameters, with gradients and states.
-        others: What a step would take if it were cut in each other way, and nothing else changed.
+        seconds: Seconds of a step.
+        bytes: Bytes of its parameters, with gradients and states.
+        others: Seconds of the whole step under each other cut of this layer, with all else unchanged.
     """
 
     cut: str
@@ -55,30 +55,30 @@ class ModuleFigures:
 
 @dataclass(frozen=True, kw_only=True)
 class AutoPlan:
-    """How a model is trained on a number of ranks.
+    """The training plan of a model on a number of ranks.
 
     Attributes:
         model: The name of the model's class.
-        digest: Of the trace that it was made for.
+        digest: Digest of the trace that it was made for.
         parameters: Names and shapes of the model's parameters: another model is refused by them.
         batch: Samples in the whole batch.
         setting: The sizes of the mesh, stage of ZeRO and microbatches.
         precision: Name of the precision.
         optimizer: Name of the optimizer.
-        memory_budget: Bytes of a rank that it was made for; None: any.
+        memory_budget: Bytes of a rank that it was made for. None: no limit.
         profile: Name of the machine's profile.
-        rules: For modules that are cut, by their full names, how.
-        modules: For each layer that could be cut, how it is, with figures.
-        segments: What is recomputed.
-        blocks: Full names of the blocks, in which segments count.
+        rules: Rules of the modules that are cut, by their full names.
+        modules: Cut and figures of each layer that could be cut.
+        segments: Segments of blocks that are recomputed.
+        blocks: Full names of the blocks that the indices of segments refer to.
         sync_batch_norm: Whether batch norms take their statistics over all replicas.
-        seconds: Of a step, by what they are for.
-        bytes: Of the rank that needs most, by what they are for.
-        costliest: The operations that take most, with their modules and seconds.
-        second: The best plan of other sizes, and its seconds; "" if there is none.
-        second_seconds: Of a step of that.
-        gap: How much better other cuts could be at most, as a part of the seconds.
-        counted_bytes: The peak that was counted of the rank that needs most; None: the plan was not run.
+        seconds: Seconds of a step, by purpose.
+        bytes: Bytes of the rank that needs most, by purpose.
+        costliest: The operations with the most seconds, with their modules and seconds.
+        second: Sizes of the best plan of another layout; "" if there is none.
+        second_seconds: Seconds of a step of that plan.
+        gap: Largest possible improvement by other cuts, as a fraction of the seconds.
+        counted_bytes: Counted peak of the rank that needs most. None: the plan was not run.
     """
 
     model: str
@@ -105,7 +105,7 @@ class AutoPlan:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks that it is for."""
+        """Number of ranks of the plan."""
         return self.setting.world_size
 
     @property
@@ -120,24 +120,24 @@ class AutoPlan:
 
     @property
     def cuts(self) -> Mapping[str, str]:
-        """For each layer that could be cut, how it is."""
+        """Cut of each layer that could be cut."""
         return {name: each.cut for name, each in self.modules.items()}
 
     def figures(self) -> dict[str, dict[str, float]]:
-        """Return the predicted seconds of a step and bytes of a rank, by what they are for; parts add up."""
+        """Return the predicted seconds of a step and bytes of a rank, by purpose; the parts add up."""
         return {
             "seconds": {**self.seconds, "step": self.step_seconds},
             "bytes": {**self.bytes, "peak": self.peak_bytes},
         }
 
     def layout_over(self, world_size: int) -> Layout:
-        """Return how the ranks of a job are laid out.
+        """Return the layout of the ranks of a job.
 
         Args:
-            world_size: Their number.
+            world_size: Number of ranks.
 
         Raises:
-            ConfigException: `world_size` is not the number of ranks that the plan is for.
+            ConfigException: `world_size` is not the number of ranks of the plan.
         """
         if world_size != self.world_size:
             raise ConfigException(
@@ -182,20 +182,20 @@ class AutoPlan:
         return Segments(segments=self.segments, names=self.blocks)
 
     def make_precision(self) -> Precision:
-        """Return the precision as the runtime takes it."""
+        """Return the precision of the runtime."""
         if self.precision == "fp32":
             return FullPrecision()
         mode, options = _PRECISION_MODES[self.precision]
         return precision_of(mode, options)
 
     def explain(self, name: str | None = None) -> str:
-        """Return in words what the plan is and what it is predicted to take.
+        """Return a description of the plan and of its predicted costs.
 
         Args:
-            name: A module of which to say how and why it is cut; None: the whole plan.
+            name: A module, to describe its cut and the alternatives. None: the whole plan.
 
         Raises:
-            ValueError: `name` is no module that could be cut, nor one with such modules in it.
+            ValueError: `name` is not a module that could be cut, and has no such modules in it.
         """
         from colossalai.auto_parallel._explain import explain_module, explain_plan
 
@@ -210,31 +210,30 @@ class AutoPlan:
         meta_args: Mapping[str, Any] | None = None,
         profile: MachineProfile | str | Path | None = None,
     ) -> "AutoPlan":
-        """Return a plan in which one layer is cut in another way, with the figures that it has then.
+        """Return a plan with another cut of one layer, with its figures.
 
-        Layers that are cut together change together. Neighbours change where they must, and the fastest of
-        what they can be is taken. Everything else, the sizes and what is recomputed among it, stays.
+        Layers that are cut together change together. Neighbors change where they must, to the fastest
+        options they can have. Everything else stays, including the sizes and the recomputed segments.
 
         Args:
             name: Full name of the layer, or of the module whose layers are cut together.
             cut: "whole", "output", "input", "vocab", "channel" or "expert".
-            model: The model that the plan was made for. A plan is a value and does not hold it; it must be
-                given. One on the meta device will do.
-            meta_args: The arguments of its forward, as of `make_plan`; they must be given.
-            profile: The machine that the plan was made for; default: the shipped one of its name.
+            model: The model of the plan, which does not store it; required. It can be on the meta device.
+            meta_args: The arguments of its forward, as for `make_plan`; required.
+            profile: The machine of the plan. Default: the shipped profile of its name.
 
         Raises:
-            ValueError: `name` is no layer that could be cut, `cut` is unknown, or none of this layer or of
-                those around it; `model`, `meta_args` or `profile` is missing, or another one than that of the
-                plan; or a rank would need more than the budget of the plan.
+            ValueError: `name` is not a layer that could be cut, `cut` is unknown, or is not possible for this
+                layer or for those around it; `model`, `meta_args` or `profile` is missing, or is not
+                the one of the plan; or a rank would need more than the budget of the plan.
         """
-        # What changes a plan makes one, and so imports this module.
+        # `_change` makes a plan, and so imports this module.
         change = find_name(__package__, {"change_cut": f"{__package__}._change"}, "change_cut")
         changed: AutoPlan = change(self, name, cut, model=model, meta_args=meta_args, profile=profile)
         return changed
 
     def diff(self, other: "AutoPlan") -> str:
-        """Return in words what another plan does differently.
+        """Return a description of the differences to another plan.
 
         Raises:
             ValueError: `other` is not a plan.
@@ -246,7 +245,7 @@ class AutoPlan:
         return explain_difference(self, other)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as JSON.
+        """Write the plan as JSON.
 
         Raises:
             ValueError: `path` cannot be written.
@@ -281,11 +280,11 @@ class AutoPlan:
 
     @staticmethod
     def from_json(text: str, *, name: str = "the text") -> "AutoPlan":
-        """Return the plan of a text that `to_json` made.
+        """Return the plan of a text written by `to_json`.
 
         Raises:
-            ValueError: `text` is no JSON of a plan, or one of a version that is not known, or says what there
-                is not: a precision, an optimizer, a cut, a module, sizes.
+            ValueError: `text` is not the JSON of a plan, has an unknown version, or contains an unknown or
+                contradictory precision, optimizer, cut, module or size.
         """
         try:
             content = json.loads(text)
@@ -323,10 +322,10 @@ class AutoPlan:
 
 
 def load_plan(path: str | Path) -> AutoPlan:
-    """Return the plan of a file that `AutoPlan.save` or `colossalai plan` wrote.
+    """Return the plan of a file written by `AutoPlan.save` or `colossalai plan`.
 
     Raises:
-        ValueError: `path` cannot be read, or is no plan.
+        ValueError: `path` cannot be read, or does not contain a plan.
     """
     if not isinstance(path, str | Path):
         raise ValueError(f"the plan is a {type(path).__name__}: load_plan takes the path of its file")
@@ -341,7 +340,7 @@ def given_plan(plan: AutoPlan | str | Path) -> AutoPlan:
     """Return a plan that is given as it is, or as the path of its file.
 
     Raises:
-        ValueError: `plan` is neither, cannot be read, or is no plan.
+        ValueError: `plan` is neither a plan nor a path, or its file cannot be read or lacks a plan.
     """
     if isinstance(plan, str | Path):
         return load_plan(plan)

@@ -1,7 +1,7 @@
-"""What the text of a plan must have: parts and their types, known words, parts that agree with each other.
+"""Validation of the text of a plan: parts and their types, known words, consistency of the parts.
 
-A person can change a plan by hand. What is wrong then is refused when the text is read, by the name of the
-part, since nothing behind it asks again.
+A plan can be edited by hand. Errors are raised when the text is read, with the name of the part, since later
+code does not check again.
 """
 
 import math
@@ -73,11 +73,11 @@ _PARTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         ("second_seconds", "gap"), (lambda value: _is_finite(value) and value >= 0, "a number of 0 or more")
     ),
 }
-"""For each part of the text what it must be."""
+"""Check and description of the values of each part."""
 
 
 def check_parts(content: Mapping[str, Any], file: str) -> None:
-    """Refuse a text that lacks parts, has unknown ones, or other values than they have.
+    """Refuse a text with missing or unknown parts, or with values of another type than theirs.
 
     Raises:
         ValueError: `content` is such a text; the message names the first such part.
@@ -95,7 +95,7 @@ def check_parts(content: Mapping[str, Any], file: str) -> None:
 
 
 def refuse_contradictions(plan: "AutoPlan", file: str) -> None:
-    """Refuse a plan two parts of which contradict each other, as after a change by hand.
+    """Refuse a plan with contradictory parts, as after an edit by hand.
 
     Raises:
         ValueError: `plan` is such a plan; the message has both parts.
@@ -128,7 +128,7 @@ def refuse_contradictions(plan: "AutoPlan", file: str) -> None:
         for field, cut in CUT_OF_FIELD.items()
         for layer in getattr(rule, field)
     }
-    # Layers that share a parameter have the figures of one, which is the one that a rule names.
+    # Layers that share a parameter have the figures of the layer that a rule names.
     named = [figures for layer, figures in plan.modules.items() if layer in by_rules]
     for layer, figures in plan.modules.items():
         cut = by_rules.get(layer, "whole")
@@ -140,10 +140,10 @@ def refuse_contradictions(plan: "AutoPlan", file: str) -> None:
 
 
 def refuse_unknown(plan: "AutoPlan", file: str) -> None:
-    """Refuse words that a person may have written into a plan, and that nothing has.
+    """Refuse unknown precisions, optimizers, cuts, sizes and modules, which an edit by hand can introduce.
 
     Raises:
-        ValueError: `plan` has such a word; the message has those that there are.
+        ValueError: `plan` has an unknown word; the message lists the known ones.
     """
     for what, value, known in (
         ("precision", plan.precision, tuple(PRECISIONS)),
@@ -159,7 +159,7 @@ def refuse_unknown(plan: "AutoPlan", file: str) -> None:
             raise ValueError(
                 f"{file}: {name} of the setting is {value!r}; give a number from {lowest[name]} on"
             )
-    # A batch norm without parameters takes time and no bytes.
+    # A batch norm without parameters has seconds but no bytes.
     norms = [f"{name}.running_mean" for name, each in plan.modules.items() if each.seconds and not each.bytes]
     modules = {"", *_prefixes((*plan.parameters, *norms))}
     for name in (*plan.rules, *plan.modules, *plan.blocks):
@@ -171,7 +171,7 @@ def refuse_unknown(plan: "AutoPlan", file: str) -> None:
 
 
 def _prefixes(names: Iterable[str]) -> set[str]:
-    """Return the names of the modules that have parameters, directly or in one of theirs."""
+    """Return the names of the modules with parameters, directly or in a submodule."""
     found = set()
     for name in names:
         while name := name.rpartition(".")[0]:

@@ -1,11 +1,11 @@
-"""The outer problem: which sizes, stage of ZeRO, microbatches and recomputation, for the least seconds.
+"""The outer problem: sizes, stage of ZeRO, microbatches and recomputation with the least seconds.
 
-For each setting the inner problem says how layers are cut, first as if memory were free: no answer under a
-budget takes fewer seconds, so settings are tried in the order of that bound, and the search ends with the
-first that cannot be better than what was found. Where the answer does not fit, cuts and recomputation are
-chosen together: cuts are tried one after the other, each with as much recomputed as it needs. Those that may
-well be best come first, then all others in the order of [Note: the bound of a choice], until that exceeds
-what was found. For large models this ends early: so many choices are tried as `_MOST_TRIED` allows.
+For each setting the inner problem finds the cuts of layers, first without a memory limit: no answer under a
+budget takes fewer seconds, so settings are tried in ascending order of that bound, and the search ends with
+the first that cannot improve on the best answer so far. If the unlimited answer does not fit, cuts and
+recomputation are chosen together: cuts are tried one after the other, each with as much recomputation as it
+needs. Likely candidates come first, then all others in the order of [Note: the bound of a choice], until the
+bound exceeds the best answer. For large models this ends early: `_MOST_TRIED` limits the number of choices.
 """
 
 import heapq
@@ -30,9 +30,9 @@ from colossalai.auto_parallel.trace._live_bytes import live_bytes
 from colossalai.auto_parallel.trace._trace import EqualBlocks, places_in_blocks
 from colossalai.runtime import RecomputeSegment
 
-_MOST_TRIED = 6000  # operations of all choices together that are tried for one setting
-_FEWER = 6  # by what that is divided where the choices of least bytes do not fit
-_SLACK = 3  # how often cuts are made for a smaller budget, as the peak is not the sum of what is cut
+_MOST_TRIED = 6000  # operations of all tried choices together, for one setting
+_FEWER = 6  # divisor of the number of tries if the choices of least bytes do not fit
+_SLACK = 3  # retries with a smaller budget, as the peak is not the sum over the cut layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,9 +41,9 @@ class Candidate:
 
     Attributes:
         setting: The sizes.
-        strategies: What could be chosen.
-        choice: How each layer is cut.
-        prediction: What a step takes.
+        strategies: Sites and followers, with their strategies.
+        choice: The cut of each layer.
+        prediction: Predicted costs of a step.
     """
 
     setting: Setting
@@ -53,18 +53,18 @@ class Candidate:
 
     @property
     def is_redundant(self) -> bool:
-        """Whether tensor-parallel ranks share no layer, so that each of them does the work of all."""
+        """Whether tensor-parallel ranks share no layer, so that each computes the whole model."""
         return self.setting.tensor > 1 and not any(each.is_cut for each in self.choice.strategies)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchLimits:
-    """How long and how well to search.
+    """Time and quality of the search.
 
     Attributes:
         time_limit: Seconds for each inner problem.
-        gap: When the answer of one is good enough, as a part of its seconds.
-        must_cut: Whether layers that can be cut are to be, even where it does not pay.
+        gap: Gap at which the search of an inner problem stops, as a fraction of its seconds.
+        must_cut: Whether to cut all layers that can be cut, even where this is slower.
     """
 
     time_limit: float = 10.0
@@ -76,15 +76,15 @@ class Search:
     """The outer problem of a model on a machine.
 
     Args:
-        costs: What operations cost.
+        costs: Costs of the operations.
         model: The model.
         parts: Its parts.
         equal: Its equal blocks.
         optimizer: A key of `OPTIMIZER_STATES`.
-        limits: How long to search.
+        limits: Time and quality of the search.
 
     Attributes:
-        num_tried: How many choices of cuts are tried for one setting in the order of their bounds.
+        num_tried: Number of choices of cuts that are tried for one setting in the order of their bounds.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Search:
     ) -> None:
         self._costs, self._model, self._parts = costs, model, parts
         self._alike = places_in_blocks(equal)
-        # Blocks that are no chain are not recomputed.
+        # Blocks that do not form a chain are not recomputed.
         self._in_blocks = frozenset(name for names in parts.within for name in names if parts.is_chain)
         self.num_tried = max(_MOST_TRIED // max(len(costs.trace.operations), 1), 1)
         self._optimizer, self._limits = optimizer, limits
@@ -110,17 +110,17 @@ class Search:
         self._left_out = self._find_left_out()
 
     def run(self, settings: Sequence[Setting], *, budget: float | None) -> list[Candidate]:
-        """Return answers that fit, the fastest first: at least the best, and the best of other sizes.
+        """Return answers that fit, fastest first: at least the best, and the best of other sizes.
 
         Raises:
-            BudgetError: `budget` is less than any plan needs; the error has the least that was found.
+            BudgetError: `budget` is less than any plan needs; the error has the least peak that was found.
         """
         found: list[Candidate] = []
-        redundant: list[Candidate] = []  # of tiny models no sharing pays, but ranks are there to share
+        redundant: list[Candidate] = []  # used only if no sharing pays, as in tiny models
         least = math.inf
         for setting, free in self._by_seconds(settings, budget):
             if len(found) >= 2 and free.prediction.step_seconds >= sorted_seconds(found)[1]:
-                break  # neither the best nor the second best can be among the rest
+                break  # the rest contains neither the best nor the second best
             if budget is None or free.prediction.peak_bytes <= budget:
                 (redundant if free.is_redundant else found).append(free)
                 continue
@@ -144,9 +144,9 @@ class Search:
     def _by_seconds(
         self, settings: Sequence[Setting], budget: float | None
     ) -> Iterator[tuple[Setting, Candidate]]:
-        """Yield settings whose states fit, with their fastest answers, the fastest first.
+        """Yield settings whose states fit, with their fastest answers, fastest first.
 
-        A prediction waits until nothing that is cheap to know says that another setting could be faster.
+        A setting is predicted only when its cheap lower bound is the least of all that are left.
         """
         waiting: list[tuple[float, int, tuple[InnerProblem, CutChoice, Predictor] | Candidate]] = []
         for place, setting in enumerate(settings):
@@ -166,14 +166,14 @@ class Search:
             heapq.heappush(waiting, (free.prediction.step_seconds, place, free))
 
     def _least_states(self, setting: Setting) -> float:
-        """Return the bytes that the states of some rank take at least, however layers are cut."""
+        """Return a lower bound of the bytes of states on some rank, for any cuts."""
         costs, parts = self._params_of(setting), setting.tensor * setting.pipeline
         shared = costs.states((self._costs.all_params - self._of_experts) / parts)
         own = costs.of_experts.states(self._of_experts / (parts * setting.expert))
         return sum(shared.values()) + sum(own.values())
 
     def _least_bytes(self, settings: Sequence[Setting], budget: float, least: float) -> float:
-        """Return the smallest peak that was found: `least`, or that of a setting whose states do not fit."""
+        """Return the smallest peak found: `least`, or the peak of a setting whose states do not fit."""
         too_big = sorted(
             (states, place)
             for place, setting in enumerate(settings)
@@ -189,8 +189,8 @@ class Search:
 
     # See [Note: the peak of a step].
     def _find_left_out(self) -> float:
-        """Return the bytes of the whole batch that predictions leave out: of a model that is whole."""
-        # The walk counts tensors in their own types, so the prediction that it is compared with does, too.
+        """Return the bytes that predictions omit, for the whole batch and a model without cuts."""
+        # `live_bytes` counts tensors in their own dtypes, so the prediction has to use them, too.
         inner = self.problem_of(Setting(), costs=self._costs.in_own_types())
         plain = Predictor(inner, inner.whole(), self._parts, has_loss=False).predict()
         predicted = sum(plain.bytes[name] for name in ("gradients", "activations", "working memory"))
@@ -199,11 +199,11 @@ class Search:
         return found * self._costs.activation_ratio
 
     def predictor(self, inner: InnerProblem, choice: CutChoice) -> Predictor:
-        """Return what predicts the answers of given cuts."""
+        """Return the predictor of the answers with given cuts."""
         return Predictor(inner, choice, self._parts, left_out=self._left_out)
 
     def problem_of(self, setting: Setting, *, costs: OperationCosts | None = None) -> InnerProblem:
-        """Return the inner problem of a setting; by other costs if they are given."""
+        """Return the inner problem of a setting, with other costs if given."""
         if costs is None and (known := self._problems.get(setting)) is not None:
             return known
         if setting.tensor not in self._graphs:
@@ -237,18 +237,18 @@ class Search:
     def answer(
         self, setting: Setting, choice: CutChoice, segments: Sequence[RecomputeSegment] = ()
     ) -> Candidate:
-        """Return what given cuts and given recomputation take under a setting."""
+        """Return the answer with given cuts and recomputation under a setting."""
         inner = self.problem_of(setting)
         return self.candidate(inner, self.predictor(inner, choice), choice, segments)
 
     def _free(self, setting: Setting) -> Candidate:
-        """Return the fastest answer of a setting, whatever its memory."""
+        """Return the fastest answer of a setting without a memory limit."""
         inner = self.problem_of(setting)
         choice = inner.solve(budget=None, keeps_activations=True, **self.how)
         return self.candidate(inner, self.predictor(inner, choice), choice, ())
 
     def _fitting(self, setting: Setting, free: Candidate, budget: float) -> list[Candidate]:
-        """Return answers of less memory: some fit, others say how much is needed."""
+        """Return answers with less memory. Those that do not fit give a bound of the budget."""
         return _BudgetSearch(self, self.problem_of(setting), free, budget).run()
 
     def candidate(
@@ -258,7 +258,7 @@ class Search:
         choice: CutChoice,
         segments: Sequence[RecomputeSegment],
     ) -> Candidate:
-        """Return what given segments take."""
+        """Return the answer with given recomputed segments."""
         return Candidate(
             setting=inner.setting,
             strategies=inner.strategies,
@@ -268,7 +268,7 @@ class Search:
 
     @property
     def how(self) -> Mapping[str, float]:
-        """How long and how well each inner problem is solved."""
+        """Keyword arguments of `InnerProblem.solve`: time limit and gap."""
         return {"time_limit": self._limits.time_limit, "gap": self._limits.gap}
 
 
@@ -278,24 +278,24 @@ class _BudgetSearch:
     Args:
         search: The search over all settings.
         inner: The problem of the setting.
-        free: The fastest answer, whatever its memory.
+        free: The fastest answer without a memory limit.
         budget: Bytes of a rank.
     """
 
     def __init__(self, search: Search, inner: InnerProblem, free: Candidate, budget: float) -> None:
         self._search, self._inner, self._free, self._budget = search, inner, free, budget
-        self._tried: dict[tuple[Strategy, ...], list[Candidate]] = {}  # by how all layers are cut
-        self._best = math.inf  # seconds of what fits
+        self._tried: dict[tuple[Strategy, ...], list[Candidate]] = {}  # by the strategies of all sites
+        self._best = math.inf  # seconds of the best answer that fits
 
     def run(self) -> list[Candidate]:
         """Return all answers that were tried.
 
-        First come choices of cuts that may well be the best: the fastest, those that fit if all is kept, and
-        those that fit if nothing is, or that need least. Then all there are in the order of their bounds, as
-        many as there is time for: how much better one of the rest could be is the gap of all.
+        Likely candidates come first: the fastest cuts, those that fit if all activations are kept, and those
+        that fit if none are, or need the least bytes. Then all choices follow in the order of their bounds,
+        up to the limit. The largest possible improvement by the rest is the gap of all answers.
         """
         self._try(self._free.choice)
-        if self._inner.strategies.sites:  # else there is nothing to choose
+        if self._inner.strategies.sites:  # otherwise there is a single choice
             self._try_fitting(keeps_activations=True)
             self._try_fitting(keeps_activations=False)
         left_out = self._try_all()
@@ -303,27 +303,27 @@ class _BudgetSearch:
         return [replace(each, choice=replace(each.choice, gap=gap)) for each in chain(*self._tried.values())]
 
     def _try_all(self) -> float:
-        """Try choices in the order of their bounds; return what none that is left out is faster than."""
+        """Try choices in the order of their bounds; return a lower bound of the seconds of the others."""
         least, setting = self._free.prediction.step_seconds, self._inner.setting
         if not self._inner.is_narrow:
-            return least  # no answer is faster than the one without a budget
+            return least  # no answer is faster than without a budget
         begin, update = self._search.predictor(self._inner, self._free.choice).least_bytes
         floors = begin / setting.pipeline, update / setting.pipeline
         found = self._inner.by_bound(self._free.choice, seconds=least, floors=floors, budget=self._budget)
         for number, (bound, choice) in enumerate(found):
-            # Stages work side by side, so more seconds are more of them in a step by as much.
+            # Stages work in parallel, so additional seconds are divided among them.
             bound = least + (bound - least) / (setting.pipeline if bound > least else 1)
             most_tried = self._search.num_tried
             if self._best == math.inf:
-                # The choices of least bytes have been tried: where these do not fit, others hardly do.
+                # The choices of least bytes have been tried: if these do not fit, others rarely do.
                 most_tried = max(most_tried // _FEWER, 1)
             if number >= most_tried or bound >= self._best:
-                return bound  # all that follow have a higher one
+                return bound  # all later choices have a higher bound
             self._try(choice)
         return math.inf
 
     def _try(self, choice: CutChoice) -> list[Candidate]:
-        """Return the answers of a choice of cuts: all kept, and, unless that fits, what is recomputed."""
+        """Return the answers of a choice of cuts: all kept, and, if that does not fit, with recomputation."""
         if (known := self._tried.get(choice.strategies)) is not None:
             return known
         predictor = self._search.predictor(self._inner, choice)
@@ -336,13 +336,13 @@ class _BudgetSearch:
         return found
 
     def _try_fitting(self, *, keeps_activations: bool) -> None:
-        """Try the best cuts for the budget, for less while they take more, and at last those of least bytes.
+        """Try the best cuts for the budget, for smaller budgets while they exceed it, and the smallest cuts.
 
-        What they take is known when it is predicted: the peak is not the sum of what is cut.
+        The peak is known only after a prediction: it is not the sum over the cut layers.
         """
         inner, free = self._inner, self._free
         own = inner.memory_of(free.choice, keeps_activations=keeps_activations)
-        fixed = free.prediction.peak_bytes - own  # what nobody can choose
+        fixed = free.prediction.peak_bytes - own  # bytes that do not depend on the choice
         if not keeps_activations:
             fixed -= sum(free.prediction.bytes[name] for name in ("activations", "working memory"))
         solve = partial(inner.solve, keeps_activations=keeps_activations, **self._search.how)
@@ -362,7 +362,7 @@ class _BudgetSearch:
             room -= excess
 
     def _recomputed(self, predictor: Predictor, choice: CutChoice) -> Iterator[Candidate]:
-        """Yield a choice with blocks that are recomputed: all of them, and as few as fit."""
+        """Yield a choice with recomputed blocks: all of them, and as few as fit."""
         if (with_head := predictor.chain_with_head()) is None:
             return
         blocks, beside = with_head
@@ -373,14 +373,14 @@ class _BudgetSearch:
         if self._inner.setting.pipeline > 1:
             return
         room = self._budget - beside
-        # What the chain rounds up may be missing, or left over by what it counts twice.
+        # Rounding in the chain can exceed the room, and double counting can leave some of it unused.
         for _ in range(_SLACK):
             if room <= 0:
                 return
             try:
                 segments = solve_rotor(blocks, int(room))
             except BudgetError:
-                return  # not even rotor's smallest peak fits: `most` says how much is needed
+                return  # even rotor's smallest peak does not fit: `most` has the required bytes
             found = self._search.candidate(self._inner, predictor, choice, segments)
             yield found
             if found.prediction.peak_bytes <= self._budget:
@@ -389,7 +389,7 @@ class _BudgetSearch:
 
 
 def sorted_seconds(found: Sequence[Candidate]) -> list[float]:
-    """Return the seconds of the best answer of each layout of the ranks, ascending."""
+    """Return the seconds of the best answer of each layout of the ranks, in ascending order."""
     best: dict[Setting, float] = {}
     for each in found:
         key = replace(each.setting, zero=0, microbatches=1)

@@ -1,10 +1,10 @@
-"""A setting of a job: its sizes and its stage of ZeRO; and what parameters cost under it.
+"""Settings of a job, its sizes and its stage of ZeRO, and the costs of parameters under a setting.
 
 Bytes of parameters, gradients and optimizer states follow Rajbhandari et al., "ZeRO" (1910.02054), section 3.
 
 [Note: copies of gradients]
 torch's DDP copies each gradient into a bucket, and the mean back. On two CPU ranks this is 7 % of a step
-(docs/design/launcher_machine.md), which other methods do without: their gradients are parts of buckets.
+(docs/design/launcher_machine.md). Other methods avoid it: their gradients are views of buckets.
 """
 
 import math
@@ -24,15 +24,15 @@ _MASTER_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What is the same for all of a model.
+    """The sizes that all layers of a model share.
 
     Attributes:
-        data: Data-parallel ranks.
-        pipeline: Stages.
-        tensor: Tensor-parallel ranks.
+        data: Number of data-parallel ranks.
+        pipeline: Number of pipeline stages.
+        tensor: Number of tensor-parallel ranks.
         zero: Stage of ZeRO, 0 to 3.
-        microbatches: Parts that a rank's batch goes through the pipeline in; 1 without one.
-        expert: Ranks, of the data-parallel ones, that share the experts of a model.
+        microbatches: Number of microbatches of a rank's batch in the pipeline; 1 without a pipeline.
+        expert: Number of data-parallel ranks that share the experts of a model.
     """
 
     data: int = 1
@@ -49,7 +49,7 @@ class Setting:
 
     @property
     def share(self) -> float:
-        """The part of the batch that a rank computes at a time."""
+        """The fraction of the batch that a rank computes at a time."""
         return 1.0 / (self.data * self.microbatches)
 
     @property
@@ -76,16 +76,16 @@ def settings_of(
     num_experts: int = 1,
     has_masters: bool = False,
 ) -> Iterator[Setting]:
-    """Yield all settings of a number of ranks that the runtime has.
+    """Yield all settings of a number of ranks that the runtime supports.
 
     Args:
-        world_size: The ranks.
+        world_size: Number of ranks.
         batch: Samples in the whole batch.
-        num_blocks: Blocks of the model, of which each stage takes one at least.
+        num_blocks: Number of blocks of the model. Each stage takes at least one.
         can_pipeline: Whether the model can be cut into stages.
-        largest_tensor: Most tensor-parallel ranks.
-        num_experts: What expert-parallel ranks must divide; 1: there is nothing for them to share.
-        has_masters: Whether the precision keeps float32 masters, which slices of parameters are already.
+        largest_tensor: Largest number of tensor-parallel ranks.
+        num_experts: Number that the expert-parallel ranks must divide; 1: no experts to share.
+        has_masters: Whether the precision keeps float32 masters, which excludes ZeRO 3.
     """
     num_stages = 3 if has_masters else 4  # of ZeRO, see `colossalai.amp.refuse_misfit`
     for tensor in _divisors(world_size):
@@ -104,10 +104,9 @@ def settings_of(
 
 
 def _with_experts(setting: Setting, num_experts: int) -> Iterator[Setting]:
-    """Yield a setting with its data-parallel ranks sharing experts.
+    """Yield a setting with its experts shared by data-parallel ranks.
 
-    What experts of a rank's own take is not known beside other cuts, and of the stages of ZeRO that cut
-    gradients.
+    Costs of sharded experts are not known in combination with other cuts, nor under ZeRO 2 and 3.
     """
     if setting.shape == (setting.data, 1, 1) and setting.zero <= 1:
         for expert in _divisors(math.gcd(setting.data, num_experts))[1:]:
@@ -122,7 +121,7 @@ def _microbatches(batch: int, pipeline: int) -> list[int]:
 
 
 def _is_possible(setting: Setting) -> bool:
-    """Whether the runtime combines the methods of a setting."""
+    """Whether the runtime supports the combination of methods of a setting."""
     methods = {
         "data parallelism": setting.data > 1,
         "tensor 1d": setting.tensor > 1,
@@ -143,12 +142,12 @@ def _divisors(number: int) -> list[int]:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterCosts:
-    """What the parameters of a rank cost: bytes, and seconds of a step.
+    """Costs of the parameters of a rank: bytes, and seconds of a step.
 
     Attributes:
         setting: The sizes.
-        machine: The machine.
-        speed: What communication along its axes costs.
+        machine: Profile of the machine.
+        speed: Costs of communication along the axes of the mesh.
         precision: A key of `PRECISIONS`.
         optimizer: A key of `OPTIMIZER_STATES`.
     """
@@ -167,12 +166,12 @@ class ParameterCosts:
 
     @property
     def of_experts(self) -> "ParameterCosts":
-        """What the parameters of a rank's own experts cost: fewer replicas have them."""
+        """Costs of the expert parameters of a rank, which have fewer replicas."""
         setting = self.setting
         return replace(self, setting=replace(setting, data=setting.data // setting.expert, expert=1))
 
     def states(self, sizes: ParamSizes) -> dict[str, float]:
-        """Return the bytes of each kind that a rank holds for some of its parameters."""
+        """Return the bytes of each kind of state that a rank holds for some of its parameters."""
         has_masters = self.precision in MASTERS
         of_each = self._optimized_bytes(sizes)
         cut = {stage: self.setting.data if self.setting.zero >= stage else 1 for stage in (1, 2, 3)}
@@ -184,11 +183,11 @@ class ParameterCosts:
         }
 
     def _optimized_bytes(self, sizes: ParamSizes) -> float:
-        """Return the bytes of what the optimizer updates: of float32 masters, where there are some."""
+        """Return the bytes of the tensors that the optimizer updates: float32 masters or parameters."""
         return _MASTER_BYTES * sizes.trained_numel if self.precision in MASTERS else sizes.trained_bytes
 
     def gradient_seconds(self, sizes: ParamSizes) -> float:
-        """Return what the replicas exchange in a step takes: gradients, and parameters that are cut."""
+        """Return the seconds of the communication of replicas: gradients, and parameters under ZeRO."""
         trained = sizes.trained_bytes
         gathered = sizes.bytes if self.setting.zero == 3 else trained
         if self.setting.data == 1 or not gathered:
@@ -204,7 +203,7 @@ class ParameterCosts:
         return averaged + gathers * self.speed.cost("all_gather", gathered, "0")
 
     def optimizer_seconds(self, sizes: ParamSizes) -> float:
-        """Return what the optimizer's step takes on a rank."""
+        """Return the seconds of the optimizer step on a rank."""
         part = self.setting.data if self.setting.zero else 1
         has_masters = self.precision in MASTERS
         of_each = self._optimized_bytes(sizes)
@@ -214,10 +213,10 @@ class ParameterCosts:
         return optimizer_time(self.machine, optimizer=name, bytes=moved, num_tensors=sizes.num_trained)
 
     def seconds_per_byte(self, sizes: ParamSizes) -> float:
-        """Return how many seconds of a step a byte of trained parameters more or less makes, about."""
+        """Return the approximate seconds of a step per byte of trained parameters."""
         if not sizes.trained_bytes:
             return 0.0
-        # The number of tensors is the same with cuts and without.
+        # The number of tensors does not depend on the cuts.
         whole, half = replace(sizes, num_trained=0), replace(sizes / 2, num_trained=0)
         more = self.gradient_seconds(whole) + self.optimizer_seconds(whole)
         more -= self.gradient_seconds(half) + self.optimizer_seconds(half)

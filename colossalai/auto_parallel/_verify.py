@@ -1,20 +1,22 @@
-"""Verification of a plan: a step of it on the real ranks, whose live bytes are counted.
+"""Verification of a plan: the counted live bytes of a step on the real ranks.
 
-[Note: what is run]
-A copy of the model is trained for two steps as the plan says; the second one has optimizer states and counts.
-What has no values (on the meta device, lazy) gets random ones. Arguments are those that the plan was made
-for, where they have values; else random numbers, and 0 for integers, which is an index of any table. The loss
-is the model's own, if it returns a scalar, or the cross entropy of all floating outputs, which takes as much
-memory as losses usually do. So the ranks need as much memory as the plan takes, beside the user's model.
+[Note: the step of a verification]
+A copy of the model is trained for two steps of the plan; the second one has optimizer states and is counted.
+Tensors without values (on the meta device, lazy) get random ones. Arguments are those that the plan was made
+for, if they have values; otherwise random numbers, and 0 for integers, which is an index of any table. The
+loss is the model's own, if it returns a scalar, or the cross entropy of all floating outputs, which takes as
+much memory as losses usually do. The ranks need as much memory as the plan takes, in addition to the user's
+model.
 
-[Note: what is counted]
-On a CPU the storages that are alive after each operation. What a kernel takes and gives back within one is
-not seen there; an accelerator's allocator knows it, and said 15 % more on an H200 (workspaces of products and
-of attention). So on accelerators the larger one of both counts; torch's statistics of the peak begin anew.
+[Note: live bytes on a rank]
+On a CPU, these are the storages that are alive after each operation. Memory that a kernel allocates and frees
+within one operation is not counted there. An accelerator's allocator includes it, and counted 15 % more on an
+H200 (workspaces of products and of attention). So on accelerators the larger of both counts is used; torch's
+statistics of the peak are reset.
 
 [Note: errors of one rank]
-The copy communicates through groups of its own. A rank that fails destroys them, so that others do not wait
-for it: their collectives fail then. All meet in the job's group, and raise the error that came first.
+The copy communicates through its own groups. A rank that fails destroys them, so that the collectives of the
+other ranks fail instead of blocking. Then all ranks meet in the job's group, and raise the earliest error.
 """
 
 import copy
@@ -44,13 +46,13 @@ _STD = 0.02  # of random parameters
 
 
 class LiveByteCounter(TorchDispatchMode):
-    """Looks after every operation in the block at the storages that operations took or returned.
+    """Tracks the live storages of the inputs and outputs of all operations in the block.
 
-    A storage counts as large as it is at the time (FSDP resizes those of gathered parameters to nothing), and
-    a DTensor as its local part. Not seen is memory that a kernel takes and gives back within one operation.
+    A storage counts with its current size (FSDP resizes those of gathered parameters to zero), and a DTensor
+    with its local part. Memory that a kernel allocates and frees within one operation is not counted.
 
     Args:
-        outside: Tensors whose memory does not count, whatever operations take them.
+        outside: Tensors whose memory is not counted, even as inputs of operations.
 
     Attributes:
         peak: The most bytes that were alive after an operation.
@@ -63,9 +65,9 @@ class LiveByteCounter(TorchDispatchMode):
         self._outside = {StorageWeakRef(each.untyped_storage()) for each in _with_memory(list(outside))}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look."""
+        """Run an operation and update the peak."""
         result = func(*args, **(kwargs or {}))
-        # What was taken counts, too: buckets in memory that ranks share are made by no operation.
+        # Inputs count, too: no operation creates the buckets in shared memory.
         for tensor in _with_memory((args, kwargs, result)):
             ref = StorageWeakRef(tensor.untyped_storage())
             if ref not in self._outside:
@@ -81,7 +83,7 @@ class LiveByteCounter(TorchDispatchMode):
 
 
 def _with_memory(tree: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a value that have memory; of a DTensor and its like what they are made of."""
+    """Yield the tensors of a value that have memory; for a DTensor and other wrappers, their components."""
     for leaf in tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()
@@ -100,10 +102,10 @@ def verified_plan(
     """Return a plan whose counted peak is within the budget; collective over the job.
 
     Args:
-        make: Returns the plan, the same on all ranks, if predicted sizes are multiplied by a number.
+        make: Returns the plan for a factor of predicted sizes, the same on all ranks.
         model: The model.
         meta_args: The arguments of its forward.
-        memory_budget: Bytes of a rank; None: any.
+        memory_budget: Bytes of a rank. None: no limit.
 
     Raises:
         ValueError: `make` finds no plan, `model` cannot be run by itself, or no plan was found whose counted
@@ -117,12 +119,12 @@ def verified_plan(
         except ValueError:
             if not counted:
                 raise
-            break  # nothing is predicted to fit any more
+            break  # no plan is predicted to fit any more
         peak = counted_peak(plan, model, meta_args)
         if memory_budget is None or peak <= memory_budget:
             return replace(plan, counted_bytes=peak)
         counted.append(peak)
-        # `bytes` of the plan have been scaled already.
+        # The bytes of the plan are already scaled.
         scale *= peak / plan.peak_bytes
     assert memory_budget is not None, "without one the first plan is returned"
     least = math.ceil(min(counted))
@@ -133,7 +135,7 @@ def verified_plan(
 
 
 def refuse_unrunnable(trace: ModelTrace) -> None:
-    """Refuse a model of whose outputs no loss can be made.
+    """Refuse a model without an output that a loss can be computed from.
 
     Raises:
         ValueError: `trace` has no floating output.
@@ -148,10 +150,10 @@ def refuse_unrunnable(trace: ModelTrace) -> None:
 def counted_peak(plan: AutoPlan, model: nn.Module, meta_args: Mapping[str, Any]) -> float:
     """Return the counted peak of the rank that needs most in a step of a plan; collective over the job.
 
-    The model and all random states stay as they are. See [Note: what is run].
+    The model and all random states stay unchanged. See [Note: the step of a verification].
 
     Raises:
-        ValueError: The copy of `model` cannot be run; on all ranks.
+        ValueError: The copy of `model` cannot be run on some rank; raised on all ranks.
     """
     lowered = plan.runtime_plan()
     assert lowered.layout is not None, "a produced plan says its layout"
@@ -165,7 +167,7 @@ def counted_peak(plan: AutoPlan, model: nn.Module, meta_args: Mapping[str, Any])
         device_type=device.type,
         views={"dp": ("edp", "ep")},
     )
-    # See [Note: errors of one rank]: the mesh would take the job's own group for all ranks.
+    # See [Note: errors of one rank]: by default the mesh would use the job's own group for all ranks.
     mesh.adopt_group(tuple(everybody), make_group(tuple(everybody), purpose="verification"))
     peak, failed_at, reason = 0.0, math.inf, ""
     try:
@@ -174,7 +176,7 @@ def counted_peak(plan: AutoPlan, model: nn.Module, meta_args: Mapping[str, Any])
         failed_at, reason = time.time(), f"{type(error).__name__}: {error}"
     finally:
         mesh.forget_groups()
-        gc.collect()  # of the traceback, too: buffers and parameters go
+        gc.collect()  # the traceback refers to buffers and parameters: free them, too
         for group in set(_groups()) - set(groups):
             dist.destroy_process_group(group)
         set_random_state(before)
@@ -189,7 +191,7 @@ def counted_peak(plan: AutoPlan, model: nn.Module, meta_args: Mapping[str, Any])
 
 
 def _groups() -> list[dist.ProcessGroup]:
-    """Return the process groups that there are."""
+    """Return the existing process groups."""
     return list(dist.distributed_c10d._world.pg_map)
 
 
@@ -202,12 +204,12 @@ def _count(
     mesh: Mesh,
     device: torch.device,
 ) -> int:
-    """Return the counted peak of this rank; see [Note: what is run] and [Note: what is counted]."""
+    """Return the counted peak of this rank; see [Note: live bytes on a rank]."""
     has_allocator = device.type != "cpu"
-    if device.type == "cuda":  # workspaces of products that ran before are the plan's, too: 67 MB on an H200
+    if device.type == "cuda":  # earlier products leave workspaces that the plan needs, too: 67 MB on an H200
         torch._C._cuda_clearCublasWorkspaces()
     held_before = torch.accelerator.memory_allocated(device) if has_allocator else 0
-    # The user's model is read when it is copied, and is no part of what the plan takes.
+    # Copying reads the user's model, whose memory is not part of the plan.
     with LiveByteCounter(outside=(*model.parameters(), *model.buffers())) as memory:
         twin = _copy_with_values(model)
         optimizer = _make_optimizer(plan.optimizer, twin, is_sharded=plan.setting.zero == 3)
@@ -234,7 +236,7 @@ def _count(
 
 
 def _copy_with_values(model: nn.Module) -> nn.Module:
-    """Return a copy of a model in which what has no values gets random ones; ties stay."""
+    """Return a copy of a model with random values for tensors without values; tied ones stay tied."""
     known: dict[int, Any] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.is_meta or is_lazy(tensor):
@@ -247,12 +249,12 @@ def _copy_with_values(model: nn.Module) -> nn.Module:
 
 
 def _make_optimizer(name: str, model: nn.Module, *, is_sharded: bool) -> torch.optim.Optimizer:
-    """Return the optimizer that a plan calls so."""
+    """Return the optimizer of the given name in a plan."""
     params = [param for param in model.parameters() if param.requires_grad]
     if name in ("adam", "adamw"):
         kind = torch.optim.Adam if name == "adam" else torch.optim.AdamW
         return kind(params, lr=1e-6, fused=True)
-    # torch has no fused SGD of DTensors.
+    # torch does not support fused SGD for DTensors.
     return torch.optim.SGD(
         params, lr=1e-6, momentum=0.9 if name == "momentum" else 0.0, fused=not is_sharded or None
     )

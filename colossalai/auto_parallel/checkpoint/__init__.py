@@ -1,7 +1,8 @@
-"""Which blocks of a chain are recomputed: rotor's dynamic program, and Chen's square root.
+"""Selection of the blocks of a chain to recompute: rotor's dynamic program, and Chen's square root.
 
-For users: `CheckpointSolverRotor`, `CheckpointSolverChen`. For the package: `TracedGraph` and what makes one.
-All of it stands on predictions, which stand on the chains of this package: so it comes when it is asked for.
+For users: `CheckpointSolverRotor`, `CheckpointSolverChen`. For the package: `TracedGraph`, `graph_of` and
+`profiled`. Their modules depend on the predictions, which depend on `_chain.py` of this package: the imports
+are lazy.
 """
 
 from functools import partial

@@ -1,30 +1,30 @@
-"""Chain of blocks: what forward and backward of a model's blocks take, in seconds and live bytes.
+"""Chain of blocks: seconds and live bytes of the forward and backward of a model's blocks.
 
-`simulate` walks a forward and a backward with given segments as the runtime executes them, and is what the
-solvers are measured by.
+`simulate` walks a forward and a backward with given segments as the runtime executes them, and is the
+reference for the solvers.
 
 [Note: live bytes of a chain]
 Block k maps its input, `input_bytes`, to its output, which is the input of block k + 1. Live are
 
 - the input of the first block, from before the forward to the end of the backward;
-- of a block that keeps all: its output and its `saved_bytes`, from its forward to the end of its backward. An
-  output that the backward of its own block has no use for goes earlier, with the backward of the next block;
-  the peak is then lower than what is said here, by one output at most;
-- of a segment in the forward: its input and its output. While a block in it runs, its own input and output
-  are live besides, and what it computes in between: `saved_bytes` + `forward_peak` at most, since there is
-  nothing to keep;
-- in the backward of a block: besides what is kept, the gradient of its output, and `backward_peak`. When it
-  ends, all of this and what the block kept is gone, and the gradient of its input is live;
-- where the backward comes to a segment: its output goes, the gradient of it is live. Then the segment is run
-  forward from its input: its blocks as those that keep all, its inner segments as segments in the forward.
-  Their backwards follow in the same way.
+- for a block that keeps all: its output and its `saved_bytes`, from its forward to the end of its backward.
+  An output that is not needed by the backward of its own block is freed earlier, with the backward of the
+  next block; the peak is then lower than computed here, by one output at most;
+- for a segment in the forward: its input and its output. While a block in it runs, the input and output of
+  the block are live in addition, and its temporaries: `saved_bytes` + `forward_peak` at most, since nothing
+  is kept;
+- in the backward of a block: in addition to the kept bytes, the gradient of its output, and `backward_peak`.
+  At its end, all of this and the bytes that the block kept are freed, and the gradient of its input is live;
+- when the backward reaches a segment: its output is freed, the gradient of it is live. Then the segment is
+  run forward from its input: its blocks as those that keep all, its inner segments as segments in the
+  forward. Their backwards follow in the same way.
 
-torch stops a recomputation as soon as it has all that was saved. So a segment in the last place of another
-one is not run in the recomputation of that: it is what follows from its own input. (In the last place among
-the blocks of the whole chain it is run, in the forward.) The last block of a recomputation counts in full.
-Gradients of parameters are counted as far as a block says so: `gradient_bytes` from the end of its backward
-on, and what is in `backward_peak`. Not counted are arguments that all blocks have, and what is computed
-before and behind the chain.
+torch stops a recomputation as soon as all saved tensors exist. So an inner segment in the last place of
+another segment is not run in the recomputation of the outer one: its own input is enough. (In the last place
+of the whole chain it is run, in the forward.) The last block of a recomputation counts in full. Gradients of
+parameters are counted as the fields of a block define: `gradient_bytes` from the end of its backward on, and
+temporary ones in `backward_peak`. Arguments shared by all blocks, and tensors computed before and behind the
+chain, are not counted.
 """
 
 from collections.abc import Sequence
@@ -36,20 +36,20 @@ from colossalai.runtime import RecomputeSegment, parts_of
 
 @dataclass(frozen=True, kw_only=True)
 class ChainBlock:
-    """What a block takes.
+    """Costs of a block.
 
     Attributes:
         name: Its full name in the model.
         forward_s: Seconds of its forward.
         backward_s: Seconds of its backward.
-        saved_bytes: What its backward keeps besides its input; its output is not counted.
-        input_bytes: Its input, and the gradient of it.
-        output_bytes: Its output, and the gradient of it.
-        forward_peak: The most bytes that its forward needs besides its input, its output and what it saves.
-        backward_peak: The most bytes that its backward needs besides what was kept for it and the gradient
-            of its output. The gradient of its input is in it, as far as it is there before what was kept
-            goes; so are those of parameters until they are added to what is there.
-        gradient_bytes: Gradients of its parameters that are there from the end of its backward on.
+        saved_bytes: Bytes saved for its backward in addition to its input; its output is not counted.
+        input_bytes: Bytes of its input, and of the gradient of it.
+        output_bytes: Bytes of its output, and of the gradient of it.
+        forward_peak: Peak of bytes in its forward in addition to its input, its output and its saved bytes.
+        backward_peak: Peak of bytes in its backward in addition to the kept bytes and the gradient of its
+            output. It includes the gradient of its input while the kept bytes are still alive, and gradients
+            of parameters until they are accumulated.
+        gradient_bytes: Bytes of gradients of its parameters that stay from the end of its backward on.
 
     Raises:
         ValueError: A number is negative.
@@ -79,11 +79,11 @@ class Chain:
     """The blocks of a model in the order in which they run.
 
     Attributes:
-        blocks: At least one.
+        blocks: The blocks; at least one.
 
     Raises:
         ValueError: `blocks` is empty or has a name twice, or the input of a block has another size than the
-            output of the one before.
+            output of the previous one.
     """
 
     blocks: tuple[ChainBlock, ...]
@@ -111,13 +111,13 @@ class Chain:
 
 @dataclass(frozen=True)
 class ChainCost:
-    """What one forward and one backward of a chain take.
+    """Costs of one forward and one backward of a chain.
 
     Attributes:
-        seconds: All forwards, the repeated ones too, and all backwards.
-        peak_bytes: The most bytes that are live at once.
-        num_forwards: For each block, how often its forward is run.
-        gradients_at_peak: The part of `peak_bytes` that is gradients of parameters of blocks that are done.
+        seconds: Seconds of all forwards, including the repeated ones, and of all backwards.
+        peak_bytes: Peak of live bytes.
+        num_forwards: Number of forwards of each block.
+        gradients_at_peak: Part of `peak_bytes` for parameter gradients of blocks whose backward is done.
     """
 
     seconds: float
@@ -127,14 +127,14 @@ class ChainCost:
 
 
 def simulate(chain: Chain, segments: Sequence[RecomputeSegment]) -> ChainCost:
-    """Return what a chain takes with some segments; its blocks in no segment keep all.
+    """Return the costs of a chain with some segments; blocks outside of the segments keep all.
 
     Args:
         chain: The chain.
-        segments: In order, apart from each other.
+        segments: The segments in order, without overlap.
 
     Raises:
-        ValueError: A segment goes beyond the blocks.
+        ValueError: `segments` extend beyond the blocks.
     """
     if segments and segments[-1].last > len(chain.blocks):
         raise ValueError(
@@ -155,7 +155,7 @@ def simulate(chain: Chain, segments: Sequence[RecomputeSegment]) -> ChainCost:
 
 
 class _Walk:
-    """The events of a forward and a backward, with the bytes that are live.
+    """The events of a forward and a backward, with their live bytes.
 
     See [Note: live bytes of a chain].
 
@@ -163,11 +163,11 @@ class _Walk:
         chain: The chain.
 
     Attributes:
-        live: What is live between two events.
-        peak: The most that has been.
-        num_forwards: For each block, how often it has run.
-        gradients: The gradients of parameters among what is live.
-        gradients_at_peak: Those at the peak.
+        live: Live bytes between two events.
+        peak: Peak of live bytes so far.
+        num_forwards: Number of forwards of each block so far.
+        gradients: Bytes of parameter gradients among the live ones.
+        gradients_at_peak: Bytes of parameter gradients at the peak.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -177,7 +177,7 @@ class _Walk:
         self.gradients = self.gradients_at_peak = 0
 
     def hold(self, num_bytes: int, *, besides: int = 0) -> None:
-        """Let bytes become live (or go), with others that are gone at the end of the event."""
+        """Add bytes (negative: free them), with temporary bytes (`besides`) until the end of the event."""
         if self.live + num_bytes + besides > self.peak:
             self.peak, self.gradients_at_peak = self.live + num_bytes + besides, self.gradients
         self.live += num_bytes
@@ -200,8 +200,8 @@ class _Walk:
         """Run parts backward, the last one first; the gradient of its output is live.
 
         Args:
-            parts: Those of the chain or of a segment.
-            has_output: Whether the output of the last one is live, too.
+            parts: The parts of the chain or of a segment.
+            has_output: Whether the output of the last part is live, too.
         """
         for part in reversed(parts):
             if isinstance(part, int):

@@ -1,9 +1,9 @@
 """Checkpointing by the square root (Chen et al., "Training deep nets with sublinear memory cost").
 
-The paper is 1604.06174.
-A chain is cut into segments that would keep about equally much, and each is recomputed as one. With about
-sqrt(n) segments of sqrt(n) blocks, what is kept between segments and what one of them keeps when it has been
-run again are both O(sqrt(n)). The last segment keeps all: its backward follows its forward at once.
+The paper is 1604.06174. A chain is cut into segments that would save about equal bytes, and each is
+recomputed as a whole. With about sqrt(n) segments of sqrt(n) blocks, both the memory between segments and the
+memory of one recomputed segment are O(sqrt(n)). The last segment keeps all: its backward follows its forward
+directly.
 """
 
 import math
@@ -19,19 +19,19 @@ from colossalai.runtime import RecomputeSegment
 def solve_chen(
     chain: Chain, budget_bytes: int | None = None, *, num_segments: int | None = None
 ) -> tuple[RecomputeSegment, ...]:
-    """Return segments of about equal bytes; there is one more than is returned, the last, which keeps all.
+    """Return segments of about equal bytes; the last segment keeps all and is not returned.
 
     Args:
         chain: The chain.
-        budget_bytes: What may be live at once: the number of segments is the one that takes the least time
-            within it. None: any.
-        num_segments: How many, the last one among them, in place of a budget; fewer where blocks are so
-            uneven that one has the bytes of several segments. None: as `budget_bytes` says, and without one
-            about the square root of the number of blocks.
+        budget_bytes: Limit of live bytes: of the numbers of segments within it, the fastest is used. None: no
+            limit.
+        num_segments: Number of segments, including the last one, instead of a budget. Blocks of very uneven
+            sizes result in fewer, if one has the bytes of several segments. None: chosen by `budget_bytes`,
+            and without a budget about the square root of the number of blocks.
 
     Raises:
         BudgetError: No number of segments fits; the error has the least budget for which one does.
-        ValueError: `num_segments` is below 1 or above the number of blocks, or stands beside `budget_bytes`.
+        ValueError: `num_segments` is below 1 or above the number of blocks, or given with `budget_bytes`.
     """
     num_blocks = len(chain.blocks)
     if num_segments is not None:
@@ -59,7 +59,7 @@ def solve_chen(
 
 
 def _segments(chain: Chain, num_segments: int) -> tuple[RecomputeSegment, ...]:
-    """Cut a chain where the bytes that its blocks keep, summed up, come nearest to equal parts."""
+    """Cut a chain where the cumulative bytes kept by its blocks are closest to equal parts."""
     reached = np.cumsum([block.output_bytes + block.saved_bytes for block in chain.blocks])
     shares = reached[-1] * np.arange(1, num_segments) / num_segments
     ends = {1 + int(np.abs(reached - share).argmin()) for share in shares} - {len(chain.blocks)}

@@ -1,15 +1,15 @@
-"""Traced graph: the operations of a model as a value, what its blocks take, and which of them are recomputed.
+"""Traced graph: the operations of a model as a value, with costs of its blocks and the recomputed segments.
 
-A graph describes a model and does not run. It is given to a solver, which returns another one.
+A graph describes a model and does not run. A solver takes a graph and returns another one.
 
 [Note: the peak of a traced model]
-From the first operation to the last there is what is kept outside of the blocks. On top of that come the
-blocks as a chain (see [Note: live bytes of a chain]). What is behind them, the head and a loss, is the last
-block of that chain, one that is in no segment: its backward begins when everything has been kept that will
-be. A backward before the blocks, an embedding's say, comes when nothing of them is left.
+Tensors kept outside of the blocks are live from the first operation to the last. In addition there are the
+blocks as a chain (see [Note: live bytes of a chain]). The operations behind the blocks, the head and a loss,
+are the last block of that chain, which is never in a segment: its backward begins when all activations have
+been saved. The backward before the blocks, for example of an embedding, runs when no block keeps anything.
 
-What this leaves out is known for a model of which nothing is recomputed: the difference to the walk over all
-its operations (`trace/_live_bytes.py`). It is added whatever is recomputed.
+The error of this model is known without recomputation: it is the difference to the walk over all operations
+(`trace/_live_bytes.py`). It is added under any recomputation.
 """
 
 import math
@@ -40,13 +40,13 @@ _HEAD = "what is behind the blocks"
 
 @dataclass(frozen=True, kw_only=True)
 class GraphCosts:
-    """What a forward and a backward of a model take on one device; see [Note: the peak of a traced model].
+    """Costs of a forward and a backward of a model on one device; see [Note: the peak of a traced model].
 
     Attributes:
         chain: The blocks in order, and behind them the head.
         outside_s: Seconds outside of the chain.
-        outside_bytes: Live all the time besides the chain.
-        before_bytes: Live besides `outside_bytes` in the backward of what is before the blocks.
+        outside_bytes: Bytes that are live during the whole step, in addition to the chain.
+        before_bytes: Bytes that are live in the backward before the blocks, in addition to `outside_bytes`.
     """
 
     chain: Chain
@@ -55,26 +55,27 @@ class GraphCosts:
     before_bytes: int
 
     def peak_bytes(self, segments: Sequence[RecomputeSegment] = ()) -> int:
-        """Return the most bytes of activations that are live at once, kept and for a moment."""
+        """Return the peak of live bytes of activations, both saved and temporary."""
         return self.outside_bytes + max(simulate(self.chain, segments).peak_bytes, self.before_bytes)
 
     def seconds(self, segments: Sequence[RecomputeSegment] = ()) -> float:
-        """Return the seconds of forward and backward, those that are repeated included."""
+        """Return the seconds of forward and backward, including recomputation."""
         return self.outside_s + simulate(self.chain, segments).seconds
 
 
 @dataclass(frozen=True, kw_only=True)
 class TracedGraph:
-    """The operations of a model, and which of its blocks are recomputed; `assign` it to `gm.graph`.
+    """The operations of a model and the blocks to recompute; `assign` it to `gm.graph`.
 
     Attributes:
         model: The name of the model's class.
         trace: The operations of its forward.
-        blocks: Full names of its blocks in the order in which they run; segments count in it. Empty where
-            there are none, or where the trace has not been profiled.
-        costs: What they take; None where they are no chain, or where the trace has not been profiled.
-        is_profiled: Whether `metainfo_trace` has been there.
-        segments: What is recomputed.
+        blocks: Full names of its blocks in the order in which they run, which the indices of segments refer
+            to. Empty for a model without blocks, or before the trace is profiled.
+        costs: Costs of forward and backward. None if the blocks do not form a chain, or before the trace is
+            profiled.
+        is_profiled: Whether `metainfo_trace` has profiled the trace.
+        segments: The segments of blocks to recompute.
     """
 
     model: str
@@ -86,28 +87,28 @@ class TracedGraph:
 
     @property
     def digest(self) -> str:
-        """A sha256 of the trace, the same in every process; graphs of one trace have the same."""
+        """The sha256 of the trace, the same in every process and for all graphs of one trace."""
         return self.trace.digest
 
     @property
     def recomputed(self) -> tuple[str, ...]:
-        """Full names of the blocks that are recomputed, in order."""
+        """Full names of the recomputed blocks, in order."""
         return tuple(name for each in self.segments for name in self.blocks[each.first : each.last])
 
     @property
     def named_segments(self) -> Segments:
-        """What is recomputed, with the names of the blocks: for `apply_recompute`, or a `Plan`."""
+        """The recomputed segments with the names of the blocks, for `apply_recompute` or a `Plan`."""
         return Segments(self.segments, self.blocks)
 
     @cached_property
     def param_bytes(self) -> int:
-        """Bytes of all parameters, of each once."""
+        """Bytes of all parameters, tied ones counted once."""
         trace = self.trace
         return sum(trace.tensors[name].num_bytes for name in trace.params if trace.storage_of(name) == name)
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes of activations that are predicted to be live at once.
+        """Predicted peak of live bytes of activations.
 
         Raises:
             ValueError: The graph has no costs.
@@ -116,7 +117,7 @@ class TracedGraph:
 
     @property
     def step_seconds(self) -> float:
-        """Seconds that forward and backward are predicted to take.
+        """Predicted seconds of forward and backward.
 
         Raises:
             ValueError: The graph has no costs.
@@ -127,7 +128,7 @@ class TracedGraph:
         """Return the costs.
 
         Raises:
-            ValueError: The graph has none: it has not been profiled, or the model has no chain of blocks.
+            ValueError: The graph has no costs: it is not profiled, or the model has no chain of blocks.
         """
         if not self.is_profiled:
             raise ValueError(
@@ -136,25 +137,25 @@ class TracedGraph:
             )
         if not self.blocks:
             raise ValueError(
-                f"{self.model} has no blocks to choose from: what is recomputed are members of one "
-                "class of an nn.ModuleList or an nn.Sequential; put its repeated parts into one"
+                f"{self.model} has no blocks to choose from: only members of one class of an nn.ModuleList "
+                "or an nn.Sequential are recomputed; put its repeated parts into one"
             )
         if self.costs is None:
             raise ValueError(
                 f"the {len(self.blocks)} blocks of {self.model} ({self.blocks[0]!r} to {self.blocks[-1]!r}) "
-                "are no chain, in which each takes one tensor with a gradient, what the one before returns, "
-                "and nothing else of them is used: colossalai.auto_parallel.make_plan, or a Plan with "
+                "do not form a chain, in which the only tensor with a gradient that a block takes is the "
+                "output of the previous one: colossalai.auto_parallel.make_plan, or a Plan with "
                 "recompute=True, recomputes blocks of other models"
             )
         return self.costs
 
 
 def graph_of(model: nn.Module, arguments: Mapping[str, Any]) -> TracedGraph:
-    """Trace a model, in the mode that it is in; it stays as it is.
+    """Trace a model in its current mode, without changing it.
 
     Args:
         model: The model.
-        arguments: Of its forward by name; tensors may be on the meta device.
+        arguments: Arguments of its forward by name. Tensors can be on the meta device.
 
     Raises:
         ValueError: `arguments` does not fit the forward, or the forward cannot be traced with it.
@@ -165,15 +166,15 @@ def graph_of(model: nn.Module, arguments: Mapping[str, Any]) -> TracedGraph:
 def profiled(
     graph: TracedGraph, model: nn.Module, profile: MachineProfile | str | Path | None = None
 ) -> TracedGraph:
-    """Return a graph with costs, and nothing recomputed.
+    """Return a graph with costs and without recomputation.
 
     Args:
-        graph: Of the model.
+        graph: Graph of the model.
         model: The model.
-        profile: What operations take, as of `make_plan`; None: the shipped one of two CPU cores.
+        profile: Profile of the machine, as for `make_plan`. None: the shipped one of two CPU cores.
 
     Raises:
-        ValueError: `profile` is no profile.
+        ValueError: `profile` is not a profile.
     """
     trace, setting, machine = graph.trace, Setting(), machine_of(profile)
     profiles = profile_operations(trace)
@@ -184,7 +185,7 @@ def profiled(
         precision="fp32",
         optimizer="sgd",
     )
-    costs = OperationCosts(trace, profiles, machine, precision="fp32")  # in the model's own types
+    costs = OperationCosts(trace, profiles, machine, precision="fp32")  # in the model's own dtypes
     inner = InnerProblem(
         costs, params, CutGraph(trace=trace, strategies=find_strategies(trace, model, 1), alike={})
     )

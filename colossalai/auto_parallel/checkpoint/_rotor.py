@@ -1,38 +1,38 @@
 r"""Optimal checkpointing of a chain of blocks by dynamic programming ("rotor", hal-02352969, 1911.13214).
 
 Let T(s, t, m) be the least seconds for forward and backward of the blocks s to t - 1 in m bytes, which do not
-count the input of block s. Either block s keeps all, or the blocks s to q - 1 are run without keeping more
-than the input of s, what follows is run forward and backward, and then they are, from that input:
+include the input of block s. Either block s keeps all, or the blocks s to q - 1 are run keeping only the
+input of s, the rest is run forward and backward, and then these blocks are, from that input:
 
     T(s, t, m) = min( F_s + T(s + 1, t, m - out_s - saved_s) + B_s,
                       min over q of F_s + ... + F_(q-1) + T(q, t, m - in_q)
                                     + T(s, q, m - g_q - ... - g_(t-1)) ).
 
-While the range runs backward the gradients g of the parameters of its blocks come, the last one first: those
-of the blocks from q on are there when the blocks before it are run again. The gradients of what is behind t
-are there all the time, and count in m no more than the input does: so equal ranges have equal tables,
-wherever in the chain they are.
+While the range runs backward, the gradients g of the parameters of its blocks appear, the last one first:
+those of the blocks from q on are live when the blocks before q are recomputed. The gradients of blocks from t
+on are live all the time and, like the input, are not part of m: so equal ranges have equal tables, anywhere
+in the chain.
 
-What does not fit m in an event of these runs is forbidden (see [Note: live bytes of a chain]). The second
-form is a segment, and what T(s, q, m) chooses are its inner segments. It never ends with a segment: to run
-the last blocks of a range without keeping, and at once again, frees nothing. So this reaches the optimum of
-`simulate` over all nested segments, as far as schedules go that keep an input until its block's backward
+A run is forbidden if one of its events does not fit into m (see [Note: live bytes of a chain]). The second
+form is a segment, and the choices of T(s, q, m) are its inner segments. A segment never ends a range: running
+the last blocks without keeping anything, and then again immediately, frees nothing. The result is the optimum
+of `simulate` over all nested segments, among schedules that keep an input until the backward of its block
 ("persistent" ones; for a chain of heterogeneous blocks others may be better, and torch runs none of them).
 
 [Note: slots]
-Bytes are counted in slots, and all that is kept, and each event, is rounded up. So what is found for a number
-of slots takes no more bytes than these, and often less: where a block keeps 5.1 slots, 6 are counted. Hence
-answers for up to a quarter more slots than the budget has are looked at, the fastest first, until the bytes
-of one, exactly, are within the budget.
+Bytes are counted in slots, and every kept size and every event is rounded up. So the result for a number of
+slots takes at most their bytes, and often fewer: 5.1 slots of a block count as 6. Hence answers
+for up to a quarter more slots than the budget are considered, the fastest first, until the exact bytes of one
+are within the budget.
 
-A larger budget never means a longer time. For this the bytes of a slot do not follow from the budget, which
-would then decide how they are rounded, but from the octave that the budget is in: `slots` of them reach to
-the peak without any segment, or to a half of it, a quarter, and so on. Finer slots may know what coarse ones
-miss, so the octaves below are looked at, too, unless a bound says that nothing so small can be faster: what
-is kept from the forward until the backward is within the budget, and all other blocks run forward twice.
+A larger budget never results in a longer time. Therefore the size of a slot does not follow from the budget,
+which would then affect the rounding, but from the octave of the budget: `slots` slots cover the peak without
+any segment, or a half of it, a quarter, and so on. Finer slots can find answers that coarse ones miss, so the
+octaves below are considered, too, unless a bound excludes a faster answer there: the bytes that are kept from
+the forward until the backward are within the budget, and all other blocks run forward twice.
 
-What fits at all is known without slots: the least peak obeys the same recursion, with maxima in the place of
-sums, in bytes. It is the number in the error, and its segments are the answer where slots are too coarse.
+Feasibility is computed without slots: the least peak follows the same recursion, with maxima instead of sums,
+in bytes. The error has this number, and its segments are the answer if slots are too coarse.
 
 Ranges of equal blocks are solved once: 96 equal blocks cost 192 ranges, not 4,656.
 """
@@ -55,9 +55,9 @@ def solve_rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> tuple[Reco
 
     Args:
         chain: The chain.
-        budget_bytes: What may be live at once, as `simulate` counts it.
-        slots: Into how many slots memory is divided. With as many as the chain has bytes at its peak without
-            segments the answer is exact.
+        budget_bytes: Limit of live bytes, as counted by `simulate`.
+        slots: Number of slots that memory is divided into. The answer is exact if there are as many as bytes
+            at the peak of the chain without segments.
 
     Raises:
         BudgetError: No segments fit; the error has the least budget that works.
@@ -92,12 +92,12 @@ def solve_rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> tuple[Reco
 
 
 def least_budget(chain: Chain) -> int:
-    """Return the smallest budget for which `solve_rotor` has an answer, in bytes."""
+    """Return the smallest budget, in bytes, for which `solve_rotor` has an answer."""
     return chain.blocks[0].input_bytes + _LeastPeaks(_Ranges(chain)).peak
 
 
 def _octaves(room: int, whole: int, least: int, slots: int) -> Iterator[tuple[int, int]]:
-    """Yield (bytes to look at, bytes of a slot) for the octave of a budget, then for all that are finer."""
+    """Yield (limit in bytes, bytes of a slot) for the octave of a budget, then for all finer ones."""
     top = whole
     while room <= top // 2:
         top //= 2
@@ -117,17 +117,17 @@ class _Ranges:
         chain: The chain.
 
     Attributes:
-        num_blocks: The blocks.
-        forward_s: [s, t]: seconds of one forward of all of them.
-        both_s: [s]: seconds of forward and backward of a block.
-        kept: [s]: what block s keeps.
-        entry: [s]: the input of block s.
-        arriving: [t]: the gradient that is live while a range that ends with t is run forward; 0 at the end
-            of the chain, where there is none yet.
-        forward: [s]: live in the forward of a block that keeps all.
-        backward: [s]: live in its backward.
-        lost: [s, t]: live in a forward that keeps the input only.
-        gradients: [s, t]: those of the parameters of all of them.
+        num_blocks: Number of blocks.
+        forward_s: [s, t]: seconds of one forward of all blocks of the range.
+        both_s: [s]: seconds of forward and backward of block s.
+        kept: [s]: bytes that block s keeps.
+        entry: [s]: bytes of the input of block s.
+        arriving: [t]: bytes of the gradient that is live while a range that ends with t is run forward; 0 at
+            the end of the chain, where no gradient exists yet.
+        forward: [s]: live bytes in the forward of a block that keeps all.
+        backward: [s]: live bytes in its backward.
+        lost: [s, t]: live bytes in a forward that keeps only the input.
+        gradients: [s, t]: bytes of the parameter gradients of the range.
     """
 
     def __init__(self, chain: Chain) -> None:
@@ -153,10 +153,10 @@ class _Ranges:
         self._kinds = [tuple(vars(block).values())[1:] for block in blocks]  # all but the names
 
     def least_seconds(self, room: int) -> float:
-        """Return what no segments within some bytes can be faster than."""
+        """Return a lower bound of the seconds of any segments within some bytes."""
         forwards = np.diff(self.forward_s[0])
         seconds = float(self.both_s.sum() + forwards.sum())
-        # The blocks that save most seconds for their bytes keep all; of one that fits in part, a part.
+        # The blocks that save most seconds per byte keep all; the last of them counts fractionally.
         for block in np.argsort(-forwards / np.maximum(self.kept, 1), kind="stable"):
             share = min(1.0, room / self.kept[block]) if self.kept[block] else 1.0
             seconds -= share * forwards[block]
@@ -164,13 +164,13 @@ class _Ranges:
         return seconds
 
     def in_order(self) -> Iterator[tuple[int, int, tuple[int, int] | None]]:
-        """Yield (s, t, an earlier range of equal blocks or None), each range behind those inside of it."""
+        """Yield (s, t, an earlier range of equal blocks or None), each range after those inside of it."""
         numbers: dict[object, int] = {}
         first_of: dict[int, tuple[int, int]] = {}
         for last in range(1, self.num_blocks + 1):
             rest = -1 if last < self.num_blocks else -2  # at the end of the chain no gradient arrives
             for first in reversed(range(last)):
-                # A range is known by its first block and the number of the range behind that.
+                # A range is identified by its first block and the number of the range behind that.
                 rest = numbers.setdefault((self._kinds[first], rest), len(numbers))
                 twin = first_of.setdefault(rest, (first, last))
                 yield first, last, None if twin == (first, last) else twin
@@ -183,14 +183,15 @@ class _Ranges:
         gradients: _Ints,
         choose: Callable[[int, int, int], int | None],
     ) -> tuple[RecomputeSegment, ...]:
-        """Return the segments of the whole chain that choices lead to.
+        """Return the segments of the whole chain under given choices.
 
         Args:
-            room: What may be live, in some unit.
-            kept: As `kept`, in that unit.
-            entry: As `entry`, in that unit.
-            gradients: As `gradients`, in that unit.
-            choose: Of (s, t, room): where the segment that begins with block s ends; None: block s keeps all.
+            room: Limit of live memory, in some unit.
+            kept: The field `kept`, in that unit.
+            entry: The field `entry`, in that unit.
+            gradients: The field `gradients`, in that unit.
+            choose: For (s, t, room), the end of the segment that begins with block s. None: block s keeps
+                all.
         """
 
         def collect(first: int, last: int, room: int) -> tuple[RecomputeSegment, ...]:
@@ -211,10 +212,10 @@ class _Ranges:
 
 
 class _LeastPeaks:
-    """The least that is live at once in each range, with any segments, in bytes.
+    """The least peak of each range over all segments, in bytes.
 
     Args:
-        ranges: Those of the chain.
+        ranges: Ranges of the chain.
     """
 
     def __init__(self, ranges: _Ranges) -> None:
@@ -230,11 +231,11 @@ class _LeastPeaks:
 
     @property
     def peak(self) -> int:
-        """That of the whole chain."""
+        """The least peak of the whole chain."""
         return int(self._peaks[0, -1])
 
     def segments(self) -> tuple[RecomputeSegment, ...]:
-        """Return segments of that peak."""
+        """Return segments with that peak."""
         ranges = self._ranges
         return ranges.segments(self.peak, ranges.kept, ranges.entry, ranges.gradients, self._choose)
 
@@ -244,14 +245,14 @@ class _LeastPeaks:
         return first + 1 + int(self._by_end(first, last).argmin())
 
     def _if_kept(self, first: int, last: int) -> int:
-        """Return the peak where the first block keeps all."""
+        """Return the peak if the first block keeps all."""
         ranges = self._ranges
         backward = ranges.backward[first] + ranges.gradients[first + 1, last]
         events = (ranges.arriving[last] + ranges.forward[first], backward)
         return int(max(*events, ranges.kept[first] + self._peaks[first + 1, last]))
 
     def _by_end(self, first: int, last: int) -> _Ints:
-        """Return the peaks where a segment begins with the first block, by the block behind the segment."""
+        """Return the peaks if a segment begins with the first block, by the block behind the segment."""
         ranges, ends = self._ranges, slice(first + 1, last)
         behind = ranges.entry[ends] + self._peaks[ends, last]
         lost = ranges.arriving[last] + ranges.lost[first, ends]
@@ -267,9 +268,9 @@ class _Times:
     """The least seconds of each range for each number of slots: the table T(s, t, m).
 
     Args:
-        ranges: Those of the chain.
+        ranges: Ranges of the chain.
         unit: Bytes of a slot.
-        num_slots: Of the whole chain.
+        num_slots: Number of slots of the whole chain.
     """
 
     def __init__(self, ranges: _Ranges, unit: int, num_slots: int) -> None:
@@ -280,7 +281,7 @@ class _Times:
         self._gradients = self._slots(ranges.gradients)
         n = ranges.num_blocks
         self._times = np.full((n, n + 1, num_slots + 1), np.inf)
-        # [t, s, m]: the same behind a segment that ends before block s, whose input is kept, too.
+        # [t, s, m]: the same behind a segment that ends before block s; the input of s is kept, too.
         self._behind = np.full((n + 1, n, num_slots + 1), np.inf)
         for first, last, twin in ranges.in_order():
             if twin is not None:
@@ -292,7 +293,7 @@ class _Times:
                 self._behind[last, first, taken:] = self._times[first, last, : num_slots + 1 - taken]
 
     def fastest_first(self) -> Iterator[tuple[RecomputeSegment, ...]]:
-        """Yield segments for the whole chain, for fewer and fewer slots."""
+        """Yield segments for the whole chain, for a decreasing number of slots."""
         seconds = self._times[0, -1]
         for room in range(self._num_slots, -1, -1):
             if np.isfinite(seconds[room]) and (room == 0 or seconds[room - 1] > seconds[room]):
@@ -314,11 +315,11 @@ class _Times:
         return first + 1 + int(by_end.argmin())
 
     def _if_kept(self, first: int, last: int) -> _Floats:
-        """Return the seconds where the first block keeps all, by slots."""
+        """Return the seconds if the first block keeps all, by slots."""
         ranges = self._ranges
         backward = ranges.backward[first] + ranges.gradients[first + 1, last]
         event = max(ranges.arriving[last] + ranges.forward[first], backward)
-        start = int(self._slots(event))  # no less than what it keeps
+        start = int(self._slots(event))  # at least the slots that it keeps
         seconds = np.full(self._num_slots + 1, np.inf)
         if start <= self._num_slots:
             seconds[start:] = ranges.both_s[first]
@@ -328,13 +329,13 @@ class _Times:
         return seconds
 
     def _by_end(self, first: int, last: int, rooms: slice) -> _Floats:
-        """Return the seconds where a segment begins with the first block: [end - first - 1, slots]."""
+        """Return the seconds if a segment begins with the first block: [end - first - 1, slots]."""
         ranges, ends = self._ranges, slice(first + 1, last)
         room = np.arange(self._num_slots + 1)[rooms]
         seconds: _Floats = self._behind[last, ends, rooms] + ranges.forward_s[first, ends, None]
         complete = self._gradients[ends, last]
         if complete.any():
-            # The segment has less room when it is run again; which is inf where there is none.
+            # The segment has less room when it is recomputed: inf if the gradients leave none.
             left = room - complete[:, None]
             again = np.take_along_axis(self._times[first, ends], np.maximum(left, 0), axis=1)
             seconds += np.where(left < 0, np.inf, again)

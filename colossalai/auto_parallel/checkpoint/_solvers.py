@@ -1,7 +1,7 @@
-"""Checkpoint solvers by their documented names: a graph with costs in, one that recomputes blocks out.
+"""Checkpoint solvers with their documented names: from a graph with costs to a graph with recomputed blocks.
 
-They choose among the blocks of the user's own model. What they return says so and does nothing: it is carried
-out where it is assigned to the `graph` of the traced model.
+They select among the blocks of the user's own model. The returned graph only describes the selection, which
+takes effect when the graph is assigned to the `graph` of the traced model.
 """
 
 import difflib
@@ -22,24 +22,24 @@ _WHAT_IS_FREE = -1
 
 
 class CheckpointSolverRotor:
-    """Recomputes what takes the least time within some bytes: rotor's dynamic program (1911.13214).
+    """Selects the fastest recomputation within some bytes: rotor's dynamic program (1911.13214).
 
     Args:
-        graph: `gm.graph` behind `metainfo_trace`.
-        free_memory: Bytes for activations, those that are kept and those that are there for a moment, and
-            for what `optim_multiplier` says. -1: what the device of the model has free; on the CPU, what the
-            host has. Batch and parameters do not count; nor does what is computed outside of the model, such
-            as a loss that is not among its outputs.
-        cnode: Names of tensors that several blocks take beside the hidden state: arguments of the forward
-            (masks), or tensors of `graph.trace`. All that needs no gradient is shared by itself, so nothing
-            has to be named here; what is named is checked.
-        memory_slots: Into how many slots memory is divided; more of them find better answers in more time.
-        optim_multiplier: How many times the bytes of the parameters are taken off `free_memory` before: 1 for
-            gradients, 3 with the states of Adam; 0 where `free_memory` is for activations alone.
+        graph: `gm.graph` after `metainfo_trace`.
+        free_memory: Bytes for activations, both saved and temporary, and for the parameter copies counted by
+            `optim_multiplier`. -1: the free memory of the model's device; on the CPU, the available host
+            memory. Batch and parameters do not count; nor does a loss computed outside of the model.
+        cnode: Names of tensors that several blocks take in addition to the hidden state: arguments of the
+            forward (masks), or tensors of `graph.trace`. Tensors without a gradient are shared automatically,
+            so no names are needed; given names are checked.
+        memory_slots: Number of slots that memory is divided into. More slots find better answers in more
+            time.
+        optim_multiplier: Multiple of the bytes of the parameters that is subtracted from `free_memory` first:
+            1 for gradients, 3 with the states of Adam; 0 if `free_memory` is for activations alone.
 
     Raises:
-        ValueError: `graph` has no costs or no chain of blocks, a number is out of its range, or `cnode` names
-            what is no tensor, or one with a gradient.
+        ValueError: `graph` has no costs or no chain of blocks, a number is out of its range, or `cnode` has a
+            name that is not a tensor, or a tensor with a gradient.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CheckpointSolverRotor:
             raise ValueError(f"optim_multiplier={optim_multiplier!r}: give a number of 0 or more")
         if not (_is_number(free_memory) and (free_memory == _WHAT_IS_FREE or 0 < free_memory < math.inf)):
             raise ValueError(
-                f"free_memory={free_memory!r}: give bytes above 0, or -1 for what the device has free"
+                f"free_memory={free_memory!r}: give bytes above 0, or -1 for the free memory of the device"
             )
         self.graph = graph
         self.free_memory = _free_bytes(graph.trace.device) if free_memory == _WHAT_IS_FREE else free_memory
@@ -67,11 +67,11 @@ class CheckpointSolverRotor:
         self.optim_multiplier = optim_multiplier
 
     def solve(self) -> TracedGraph:
-        """Return the graph with what is recomputed.
+        """Return the graph with its recomputed segments.
 
         Raises:
-            BudgetError: A `ValueError`: `free_memory` is less than anything needs; it names the least that
-                works.
+            BudgetError: A `ValueError`: `free_memory` is less than any recomputation needs; the message has
+                the least that works.
         """
         costs = self.graph.chained()
         taken = math.ceil(self.optim_multiplier * self.graph.param_bytes)
@@ -80,8 +80,8 @@ class CheckpointSolverRotor:
         if room < least:
             needed = taken + costs.outside_bytes + least
             raise BudgetError(
-                f"free_memory={self.free_memory:,.0f} is below what {self.graph.model} needs whatever is "
-                f"recomputed: give at least {needed:,} bytes, of which {taken:,} are for "
+                f"free_memory={self.free_memory:,.0f} is less than {self.graph.model} needs with any "
+                f"recomputation: give at least {needed:,} bytes, of which {taken:,} are for "
                 f"optim_multiplier={self.optim_multiplier:g}, or a smaller batch",
                 needed,
             )
@@ -89,17 +89,17 @@ class CheckpointSolverRotor:
 
 
 class CheckpointSolverChen:
-    """Recomputes segments that keep about equally much, all but the last one (Chen et al., 1604.06174).
+    """Recomputes segments that would keep about equal bytes, all but the last (Chen et al., 1604.06174).
 
     Args:
-        graph: `gm.graph` behind `metainfo_trace`.
-        cnode: As of `CheckpointSolverRotor`.
-        num_segments: How many segments, the last one included, which keeps all: with 1 nothing is recomputed.
-            None: about the square root of the number of blocks.
+        graph: `gm.graph` after `metainfo_trace`.
+        cnode: See `CheckpointSolverRotor`.
+        num_segments: Number of segments, including the last one, which keeps all: with 1 nothing is
+            recomputed. None: about the square root of the number of blocks.
 
     Raises:
         ValueError: `graph` has no costs or no chain of blocks, `num_segments` is below 1 or above the number
-            of blocks, or `cnode` names what is no tensor, or one with a gradient.
+            of blocks, or `cnode` has a name that is not a tensor, or a tensor with a gradient.
     """
 
     def __init__(
@@ -118,17 +118,17 @@ class CheckpointSolverChen:
         self.num_segments = num_segments
 
     def solve(self) -> TracedGraph:
-        """Return the graph with what is recomputed."""
+        """Return the graph with its recomputed segments."""
         chain = self.graph.chained().chain
         blocks = replace(chain, blocks=chain.blocks[:-1])  # without the head
         return replace(self.graph, segments=solve_chen(blocks, num_segments=self.num_segments))
 
 
 def _check_graph(graph: TracedGraph) -> None:
-    """Refuse what is not a graph.
+    """Check that a value is a traced graph.
 
     Raises:
-        ValueError: `graph` is something else.
+        ValueError: `graph` has another type.
     """
     if not isinstance(graph, TracedGraph):
         raise ValueError(
@@ -142,10 +142,10 @@ def _is_number(value: object) -> bool:
 
 
 def _check_shared(graph: TracedGraph, names: Sequence[str] | None) -> None:
-    """Refuse what the blocks cannot share.
+    """Check that the blocks can share some tensors.
 
     Raises:
-        ValueError: `names` has no tensor of the trace, or one with a gradient.
+        ValueError: `names` has a name that is not a tensor of the trace, or a tensor with a gradient.
     """
     if isinstance(names, str):
         raise ValueError(f"cnode={names!r}: give a list of names, [{names!r}]")
@@ -164,13 +164,13 @@ def _check_shared(graph: TracedGraph, names: Sequence[str] | None) -> None:
         if name in graph.trace.trainable or carries_gradient(graph.trace, name):
             raise ValueError(
                 f"cnode names {name!r}, which has a gradient: the bytes of a gradient that grows over all "
-                "blocks are not counted, so only what has none (masks, positions) can be shared beside the "
-                "hidden state"
+                "blocks are not counted, so only tensors without one (masks, positions) can be shared in "
+                "addition to the hidden state"
             )
 
 
 def _free_bytes(device: str) -> int:
-    """Return what a device has free; in host memory, what processes could still take without swapping."""
+    """Return the free bytes of a device; for host memory, the bytes available without swapping."""
     if device == "cpu":
         return int(psutil.virtual_memory().available)
     free, _ = torch.accelerator.get_memory_info()

@@ -1,1 +1,1 @@
-"""Cuts: how each layer of a model can be cut over tensor-parallel ranks, and which tensors follow."""
+"""Cuts: the ways to cut each layer of a model over tensor-parallel ranks, and the tensors that follow."""

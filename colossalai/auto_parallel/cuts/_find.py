@@ -1,4 +1,4 @@
-"""All that can be cut of a model: modules with rules, single layers, what follows them, what is cut alike."""
+"""Search for the cuts of a model: modules with rules, single layers, followers, and layers tied together."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -22,13 +22,13 @@ from colossalai.shardformer import Rule
 def find_strategies(
     trace: ModelTrace, model: nn.Module, num_ranks: int, *, rules: Mapping[str, Rule] | None = None
 ) -> Strategies:
-    """Return what can be cut of a model, and how.
+    """Return the sites of a model and their strategies.
 
     Args:
         trace: Its trace.
-        model: The model; one without memory will do.
-        num_ranks: Ranks that share its layers; with 1 nothing is cut.
-        rules: Rules by the names of modules, beside those of classes; see `rules_of_model`.
+        model: The model. It can be on the meta device.
+        num_ranks: Number of ranks that share its layers; with 1 nothing is cut.
+        rules: Rules by the names of modules. Default: see `rules_of_model`.
     """
     if num_ranks == 1:
         return Strategies(num_ranks=1, sites=(), followers=(), ties=())
@@ -47,7 +47,7 @@ def find_strategies(
         if operation.name not in taken
         and (site := single_site(trace, model, operation, num_ranks)) is not None
     ]
-    # Before the tensors between sites are found: they are cut by a site at each end.
+    # Sites that lack a neighbor are dropped before the tensors between sites are found.
     num_sites = -1
     while num_sites != len(sites):
         num_sites = len(sites)
@@ -72,14 +72,14 @@ def _ties(trace: ModelTrace, sites: list[Site]) -> tuple[tuple[int, int], ...]:
 
 
 def _without_half_tied(trace: ModelTrace, model: nn.Module, sites: Sequence[Site]) -> list[Site]:
-    """Return the sites without the ways that cut a parameter which is used outside of the sites as well.
+    """Return the sites without the strategies that cut a parameter with users outside of the sites.
 
     The head of masked language models of BERT has its bias twice: `decoder.bias` is `predictions.bias`. A
-    model can also take the weight of a layer itself: a head that is `linear(x, self.embedding.weight)`, or a
-    penalty on a weight in its loss.
+    model can also use the weight of a layer directly: in a head `linear(x, self.embedding.weight)`, or in a
+    penalty in its loss.
     """
     names = {name for site in sites for name in site.layers}
-    names |= {  # rules cut layers that no operation is from as well, such as T5's `shared`
+    names |= {  # rules also cut layers without operations in the trace, such as T5's `shared`
         f"{site.name}.{key}".removeprefix(".")
         for site in sites
         if site.rule is not None
@@ -88,14 +88,14 @@ def _without_half_tied(trace: ModelTrace, model: nn.Module, sites: Sequence[Site
     }
     layers = {model.get_submodule(name) for name in names}
     layers |= {model.get_submodule(site.name) for site in sites if site.rule is not None}
-    loose = {  # storages of parameters that a module which is in no site has
+    loose = {  # storages of parameters of modules outside of all sites
         trace.storage_of(tensor)
         for tensor, full in trace.params.items()
         if model.get_submodule(full.rpartition(".")[0].removesuffix(".base_layer")) not in layers
     }
     own = {name for site in sites for name in site.operations}
     own |= {each.name for site in sites for layer in site.layers for each in trace.by_module(layer)}
-    loose |= {  # and those that other operations take
+    loose |= {  # and storages of parameters that other operations use
         trace.storage_of(tensor)
         for operation in trace.operations
         if operation.name not in own
@@ -107,7 +107,7 @@ def _without_half_tied(trace: ModelTrace, model: nn.Module, sites: Sequence[Site
         half = {
             trace.params[name].rpartition(".")[2] for name in site.params if trace.storage_of(name) in loose
         }
-        # Layers that share their input features have the whole bias.
+        # With a cut over input features, each rank has the whole bias.
         ways = [
             each
             for each in site.strategies

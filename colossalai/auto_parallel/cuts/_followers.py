@@ -1,10 +1,10 @@
-"""Followers: tensors between layers that are cut, or whole, as the layers beside them are.
+"""Followers: tensors between layers, which are cut or whole like their neighbors.
 
 [Note: tensors that follow]
-Ranks can convert a layout only where a layer begins or ends: between two layers the user's own code runs. So
-the tensors between them are *followers*: those that elementwise operations connect have one layout, whole or
-cut. They can be cut if every operation that touches them computes each feature by itself. A softmax, a
-reshape, a residual sum with something whole, or being returned by the model makes all of them whole.
+Ranks can convert a layout only at the boundaries of a layer: between two layers the user's own code runs. So
+the tensors between them are *followers*: tensors connected by elementwise operations have one layout, whole
+or cut. They can be cut if every operation on them computes each feature independently. A softmax, a reshape,
+a residual sum with a whole tensor, or being returned by the model makes all of them whole.
 """
 
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ from colossalai.auto_parallel.cuts._layers import base_name
 from colossalai.auto_parallel.cuts._strategies import Followers, Site
 from colossalai.auto_parallel.trace._trace import ModelTrace, Operation
 
-# Operations that compute each feature by itself; in place they end with "_".
+# Operations that compute each feature independently; the in-place variants end with "_".
 _POOLING = frozenset(f"{kind}_pool{dims}d" for kind in ("max", "avg", "adaptive_avg") for dims in (1, 2, 3))
 _ELEMENTWISE = _POOLING | {
     *("relu", "relu6", "gelu", "silu", "tanh", "sigmoid", "elu", "leaky_relu", "hardtanh", "hardswish"),
@@ -29,7 +29,7 @@ class _Sets:
         self._above: dict[str, str] = {}
 
     def find(self, name: str) -> str:
-        """Return the name that stands for the set that a name is in."""
+        """Return the representative of the set of a name."""
         above = self._above.setdefault(name, name)
         while above != self._above[above]:
             above = self._above[above]
@@ -37,7 +37,7 @@ class _Sets:
         return above
 
     def join(self, names: Iterable[str]) -> None:
-        """Make one set of those that some names are in."""
+        """Merge the sets of some names."""
         found = [self.find(name) for name in names]
         for each in found[1:]:
             self._above[self.find(each)] = self.find(found[0])
@@ -45,7 +45,7 @@ class _Sets:
 
 # See [Note: tensors that follow].
 def find_followers(trace: ModelTrace, ends: set[str]) -> tuple[tuple[Followers, ...], Mapping[str, int]]:
-    """Return the sets of tensors that may be cut, and by the name of a tensor the number of its set.
+    """Return the sets of tensors that can be cut, and the number of the set of each tensor.
 
     Args:
         trace: The trace.
@@ -54,7 +54,7 @@ def find_followers(trace: ModelTrace, ends: set[str]) -> tuple[tuple[Followers, 
     sets = _Sets()
     inside: dict[str, list[str]] = {}
     whole: set[str] = {*trace.outputs, *trace.inputs}
-    at_sites: set[str] = set()  # the others, such as a count of batches, are cut by nothing
+    at_sites: set[str] = set()  # sets without a site, such as a count of batches, are never cut
     for operation in trace.operations:
         if operation.name in ends:
             at_sites |= {*operation.inputs, *operation.outputs}
@@ -91,9 +91,9 @@ def find_followers(trace: ModelTrace, ends: set[str]) -> tuple[tuple[Followers, 
 
 
 def _passes(trace: ModelTrace, operation: Operation) -> bool:
-    """Whether each feature of the results depends on the same feature of the operands alone."""
+    """Whether each feature of the results depends only on the same feature of the operands."""
     kind = base_name(operation)
-    # Ranks that drop parts of the features would have to draw apart; only what drops nothing passes.
+    # Ranks with parts of the features would need separate random states; a dropout without effect passes.
     drops = operation.argument("train", True) and operation.argument("p", 1.0) > 0
     is_known = kind in _ELEMENTWISE or (kind == "dropout" and not drops)
     if not is_known or any(name in trace.params for name in operation.inputs):
@@ -103,7 +103,7 @@ def _passes(trace: ModelTrace, operation: Operation) -> bool:
 
 
 def with_followers(trace: ModelTrace, site: Site, of_tensor: Mapping[str, int]) -> Site:
-    """Return a site with the numbers of its followers, and without the strategies that lack them."""
+    """Return a site with the numbers of its followers, without strategies that need missing ones."""
     operation = trace.operations[trace.places[site.operations[0]]]
     taken = next((name for name in operation.inputs if name not in trace.params), None)
     takes = None if taken is None else of_tensor.get(taken)

@@ -1,4 +1,4 @@
-"""Layers of torch that no rule shares out: how each can be cut by itself, and what its ranks communicate."""
+"""Single layers of torch without a rule: their cuts, and the communication of the ranks."""
 
 from torch import nn
 
@@ -9,10 +9,10 @@ _CONVOLUTION = ("conv1d", "conv2d", "conv3d")
 
 
 def single_site(trace: ModelTrace, model: nn.Module, operation: Operation, num_ranks: int) -> Site | None:
-    """Return the site of a layer of torch that no rule shares out; None where it can only be whole."""
+    """Return the site of a layer of torch without a rule; None if it can only be whole."""
     module = model.get_submodule(operation.module) if operation.module else None
     if module is None or len(trace.by_module(operation.module)) > _most_operations(module):
-        return None  # it is called several times, or does more than its layer
+        return None  # it is called several times, or has further operations
     fields = _fields_of(module, base_name(operation), num_ranks)
     strategies = [_strategy(trace, operation, field) for field in fields]
     if not strategies:
@@ -27,7 +27,7 @@ def single_site(trace: ModelTrace, model: nn.Module, operation: Operation, num_r
 
 
 def _fields_of(module: nn.Module, kind: str, num_ranks: int) -> list[str]:
-    """Return the fields of a `Rule` that may name a layer of torch, for a number of ranks."""
+    """Return the fields of a `Rule` that can contain a layer of torch, for a number of ranks."""
     if kind == "linear" and isinstance(module, nn.Linear):
         taken, made = module.in_features, module.out_features
     elif kind in _CONVOLUTION and isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
@@ -48,7 +48,7 @@ def _fields_of(module: nn.Module, kind: str, num_ranks: int) -> list[str]:
 
 
 def _most_operations(module: nn.Module) -> int:
-    """A batch norm counts its batches beside its own operation."""
+    """Return the largest number of operations of a layer: a batch norm also counts its batches."""
     return 2 if isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d) else 1
 
 
@@ -67,7 +67,7 @@ def _strategy(trace: ModelTrace, operation: Operation, field: str) -> Strategy:
 def transfers(
     trace: ModelTrace, first: Operation, last: Operation, field: str
 ) -> tuple[list[CutTransfer], list[CutTransfer]]:
-    """Return what the ranks of a layer exchange, forward and backward, if a field of a rule names it."""
+    """Return the collectives of a layer, forward and backward, under a field of a rule."""
     taken = next((name for name in first.inputs if name not in trace.params), None)
     made = last.outputs[0] if last.outputs else None
     has_grad = taken is not None and trace.tensors[taken].dtype.is_floating_point
@@ -86,5 +86,5 @@ def transfers(
 
 
 def base_name(operation: Operation) -> str:
-    """Return the name of the operator alone: "relu" of "aten.relu_.default"."""
+    """Return the name of the operator: "relu" for "aten.relu_.default"."""
     return operation.target.removeprefix("aten.").partition(".")[0].rstrip("_")

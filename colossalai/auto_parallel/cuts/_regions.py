@@ -1,11 +1,11 @@
-"""Modules that a rule of `shardformer` shares out as one, such as an attention with its heads.
+"""Modules that a rule of `shardformer` cuts as a whole, such as an attention with its heads.
 
 [Note: parts in a rule]
-Of a module with a rule, ranks share what computes on parts: from the outputs of its column layers on, up to
-its row layers, whose sums are whole. What comes before and behind is done by each rank, such as the dropout,
-the residual sum and the norm of `BertOutput`. A part can leave the module: the rules of `BertIntermediate`
-and `BertOutput` only fit together. So the site that makes a part and the site that takes it are both cut or
-neither, and where the other one is missing, a site is left to its single layers.
+In a module with a rule, ranks share the operations on parts: from the outputs of its column layers up to its
+row layers, whose sums are whole. Operations before and after run on each rank, such as the dropout, the
+residual sum and the norm of `BertOutput`. A part can leave the module: the rules of `BertIntermediate` and
+`BertOutput` only work together. So the site that makes a part and the site that takes it are both cut or both
+whole. A site without its counterpart is left to its single layers.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -19,17 +19,17 @@ from colossalai.auto_parallel.trace._trace import ModelTrace, Operation
 from colossalai.model_zoo import SelfAttention
 from colossalai.shardformer import Rule, check_rule, check_shards, rule_by_name
 
-# Fields of a `Rule` whose layers give whole outputs, by a collective; those of all others give parts.
+# Fields of a `Rule` whose layers have whole outputs, by a collective; layers of all others output parts.
 _GIVE_WHOLE = ("rows", "splits", "embeddings", "heads")
 
 _ATTENTION_OF_ZOO = Rule(columns=("qkv",), rows=("projection",), draws=True)
 
 
 def rules_of_model(model: nn.Module) -> dict[str, Rule]:
-    """Return the rules of a model's modules by name: of their classes, or of the model's own `tp_plan`.
+    """Return the rules of a model's modules by name: from their classes, or from the model's own `tp_plan`.
 
-    Attentions of this package's model zoo cut themselves where they are built in a tensor mode, and have a
-    rule here where they were built of plain layers.
+    Attentions of this package's model zoo cut themselves if they are built in a tensor mode, and have a rule
+    here if they were built of plain layers.
     """
     found = {
         name: _ATTENTION_OF_ZOO
@@ -37,7 +37,7 @@ def rules_of_model(model: nn.Module) -> dict[str, Rule]:
         if isinstance(part, SelfAttention) and isinstance(part.qkv, nn.Linear)
     }
     for name, module, rule in check_shards(model, 1):
-        # Experts are cut by expert parallelism, and tensor parallelism by a plan leaves them whole.
+        # Experts are cut by expert parallelism; tensor parallelism of a plan leaves them whole.
         if not rule.experts:
             found[name] = rule_by_name(rule, module)
     return found
@@ -46,15 +46,15 @@ def rules_of_model(model: nn.Module) -> dict[str, Rule]:
 def ruled_site(
     trace: ModelTrace, model: nn.Module, name: str, rule: Rule, num_ranks: int, parts: set[str]
 ) -> Site | None:
-    """Return the site of a module with a rule; None if it is not in the trace, or the ranks cannot share.
+    """Return the site of a module with a rule; None if it is not in the trace, or cannot be shared.
 
     Args:
         trace: The trace.
         model: The model.
         name: The full name of the module.
         rule: Its rule.
-        num_ranks: The ranks.
-        parts: Tensors of which modules before it make parts; its own are added.
+        num_ranks: Number of ranks.
+        parts: Tensors that earlier modules output as parts; those of this module are added.
     """
     part: Any = model.get_submodule(name)
     try:
@@ -85,7 +85,7 @@ def ruled_site(
         return None
     first = CUT_OF_FIELD[fields[0]]
     strategy = Strategy(cut=first, forward=tuple(forward), backward=tuple(backward))
-    # Of an adapted layer the two thin factors are not counted.
+    # The two low-rank factors of an adapted layer are not counted.
     owners = {*layers, *(f"{layer}.base_layer" for layer in layers)}
     of_heads = {f"{name}.{key}" for key in rule.head_params}
     cut_params = [
@@ -110,7 +110,7 @@ def ruled_site(
 
 
 def is_region(rule: Rule | None) -> bool:
-    """Whether ranks share more of a module with a rule than the layers that it names."""
+    """Whether ranks share more of a module with a rule than the layers in the rule."""
     return rule is not None and bool(rule.columns or rule.rows or rule.counts)
 
 
@@ -124,9 +124,9 @@ def _on_parts(
     """Return the operations of a module that ranks share.
 
     Args:
-        operations: Those of the module, in order.
-        own: Those of the layers that its rule names.
-        gives_whole: Names of those of them whose outputs are whole.
+        operations: The operations of the module, in order.
+        own: The operations of the layers in its rule.
+        gives_whole: Names of the operations in `own` whose outputs are whole.
         parts: Tensors of which each rank has its part; those that are made here are added.
     """
     layers, found = {each.name for each in own}, []
@@ -139,9 +139,9 @@ def _on_parts(
 
 
 def _parts_across(trace: ModelTrace, sites: Sequence[Site]) -> Iterator[tuple[int, int | None]]:
-    """Yield each site that gives a part to another module, or takes one of it, and the number of the other.
+    """Yield each site that passes a part to another module, or takes one from it, and the other's number.
 
-    The other one is None where it is not among the sites.
+    The number is None if the other one is not among the sites.
     """
     site_of = {name: number for number, site in enumerate(sites) for name in site.operations}
     for number, site in enumerate(sites):
@@ -162,14 +162,14 @@ def _parts_across(trace: ModelTrace, sites: Sequence[Site]) -> Iterator[tuple[in
 
 
 def with_neighbours(trace: ModelTrace, sites: list[Site]) -> list[Site]:
-    """Return the sites without those that lack the one that makes or takes their parts."""
+    """Return the sites without those whose parts are made or used outside of the sites."""
     while lonely := {number for number, other in _parts_across(trace, sites) if other is None}:
         sites = [site for number, site in enumerate(sites) if number not in lonely]
     return sites
 
 
 def handed_parts(trace: ModelTrace, sites: Sequence[Site]) -> list[tuple[int, int]]:
-    """Return the pairs of sites of which one hands a part to the other."""
+    """Return the pairs of sites where one passes a part to the other."""
     return [
         (min(number, other), max(number, other))
         for number, other in _parts_across(trace, sites)

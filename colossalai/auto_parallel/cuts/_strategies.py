@@ -1,9 +1,9 @@
-"""Strategies: how each layer of a model can be cut over tensor-parallel ranks.
+"""Strategies: the ways to cut each layer of a model over tensor-parallel ranks.
 
-A *site* is what is cut as one: a linear layer, a convolution, a batch norm, an embedding, or all layers that
-a rule of `shardformer` shares out together, such as an attention with its heads. Each of its strategies says
-which field of a `Rule` carries it out, what its ranks communicate, and whether its input and its output are
-whole or parts of the features.
+A *site* is a unit of cutting: a linear layer, a convolution, a batch norm, an embedding, or all layers that a
+rule of `shardformer` cuts together, such as an attention with its heads. Each of its strategies has the field
+of a `Rule` that implements it, the communication of its ranks, and whether its input and its output are whole
+or parts of the features.
 """
 
 import math
@@ -14,8 +14,8 @@ from functools import cached_property
 from colossalai.shardformer import Rule
 
 CUTS = ("whole", "output", "input", "vocab", "channel", "expert")
-"""How a layer can be cut: not at all, by output or input features or channels, by the vocabulary, by the
-channels of a norm, by experts."""
+"""Cuts of a layer: none, by output or input features or channels, by the vocabulary, by the channels of a
+norm, by experts."""
 
 CUT_OF_FIELD: Mapping[str, str] = {
     "columns": "output",
@@ -27,7 +27,7 @@ CUT_OF_FIELD: Mapping[str, str] = {
     "channel_norms": "channel",
     "experts": "expert",
 }
-"""By the field of a `Rule` that names a layer, how the layer is cut."""
+"""Cut of the layers in each field of a `Rule`."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class CutTransfer:
 
     Attributes:
         op: One of `colossalai.device.OPERATIONS`.
-        tensor: The tensor of the trace whose bytes it has, as of one rank's share of the batch.
+        tensor: The tensor of the trace with its bytes, for one rank's share of the batch.
     """
 
     op: str
@@ -48,12 +48,12 @@ class Strategy:
     """A way to cut a site.
 
     Attributes:
-        cut: One of `CUTS`; of a rule with several layers, that of the first.
-        field: The field of a `Rule` that names the layer; None where nothing is cut, or the site has a rule.
+        cut: One of `CUTS`. For a rule with several layers, the cut of the first.
+        field: The field of a `Rule` that contains the layer. None if nothing is cut, or the site has a rule.
         takes_part: Whether its input is a part of the features.
-        gives_part: Whether its output is.
-        forward: What the ranks exchange in the forward.
-        backward: What they exchange in the backward.
+        gives_part: Whether its output is a part of the features.
+        forward: Collectives of the ranks in the forward.
+        backward: Collectives of the ranks in the backward.
     """
 
     cut: str = "whole"
@@ -65,7 +65,7 @@ class Strategy:
 
     @property
     def is_cut(self) -> bool:
-        """Whether the ranks share it."""
+        """Whether the ranks share the site."""
         return self.cut != "whole"
 
 
@@ -74,17 +74,17 @@ WHOLE = Strategy()
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """What is cut as one.
+    """A unit of cutting.
 
     Attributes:
-        name: The full name of the layer, or of the module that has the rule.
-        layers: The full names of the layers that are cut, with how they are then.
+        name: The full name of the layer, or of the module with the rule.
+        layers: Cut of each layer of the site, if the site is cut, by full name.
         operations: Names of its operations in the trace, whose work the ranks share.
         params: Names of the parameter tensors of which each rank has its part.
         strategies: `WHOLE`, then the others.
-        takes: The number of the followers that are its input; None: its input is whole.
-        gives: The same of its output.
-        rule: The rule that carries out its cut; None for a single layer.
+        takes: The number of the followers that are its input. None: its input is whole.
+        gives: The number of the followers that are its output. None: its output is whole.
+        rule: The rule that implements its cut. None for a single layer.
         results: Tensors of its operations that stay whole when it is cut.
     """
 
@@ -114,13 +114,13 @@ class Followers:
 
 @dataclass(frozen=True, kw_only=True)
 class Strategies:
-    """All that can be chosen for a number of tensor-parallel ranks.
+    """The choices for a number of tensor-parallel ranks.
 
     Attributes:
-        num_ranks: Their number.
-        sites: In the order in which they run.
-        followers: Those that may be cut.
-        ties: Pairs of sites, by number, that share a parameter, or of which one hands a part to the other:
+        num_ranks: Number of ranks.
+        sites: The sites in the order in which they run.
+        followers: The sets of tensors that can be cut.
+        ties: Pairs of sites, by number, that share a parameter, or of which one passes a part to the other:
             both are cut, or neither.
     """
 
@@ -131,7 +131,7 @@ class Strategies:
 
     @cached_property
     def site_of(self) -> Mapping[str, int]:
-        """By the name of an operation the number of the site that it belongs to; the innermost."""
+        """Number of the innermost site of an operation, by name."""
         found: dict[str, int] = {}
         sizes: dict[str, float] = {}
         for number, site in enumerate(self.sites):
@@ -142,17 +142,17 @@ class Strategies:
 
     @cached_property
     def followers_of(self) -> Mapping[str, int]:
-        """By the name of an operation the number of the followers that it is between."""
+        """Number of the followers of an operation, by name."""
         return {name: number for number, each in enumerate(self.followers) for name in each.operations}
 
     @cached_property
     def followers_by_tensor(self) -> Mapping[str, int]:
-        """By the name of a tensor the number of the followers that it is among."""
+        """Number of the followers of a tensor, by name."""
         return {name: number for number, each in enumerate(self.followers) for name in each.tensors}
 
 
 def tied_alike(first: Strategy, second: Strategy) -> bool:
-    """Whether two sites that share a parameter may have these strategies: both cut it by rows, or neither."""
+    """Whether sites that share a parameter can have these strategies: both cut it by rows, or neither."""
     by_rows = {"embeddings", "heads", None}
     if first.is_cut != second.is_cut:
         return False

@@ -1,4 +1,4 @@
-"""What operations and communication take on a machine: measured, or of published figures."""
+"""Machine profiles: times of operations and communication, measured or from published figures."""
 
 from colossalai.auto_parallel.machine._machine import MachineProfile as MachineProfile
 from colossalai.auto_parallel.machine._machine import measure_machine as measure_machine

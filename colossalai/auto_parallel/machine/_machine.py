@@ -1,18 +1,19 @@
-"""Machine profile: what the operations of a training and the communication between its ranks cost.
+"""Machine profile: the cost of operations of a training step and of the communication between its ranks.
 
-One frozen value says it all: the rates of a rank's device (`_rates.py`) and the links between ranks. It is
-measured here, read from a file, or shipped: measured on a small machine, or made of what vendors publish, so
-that a program on one computer can plan for many others. `time_of` says what an operation costs by it.
+A profile is one frozen value: the rates of a rank's device (`_rates.py`) and the links between ranks. It is
+measured on this machine, read from a file, or shipped: measured on a small machine, or compiled from
+published figures, so that one computer can plan for many others. `time_of` computes the seconds of an
+operation from it.
 
 [Note: levels of links]
-Ranks are counted machine by machine. The links of a level hold for groups that lie within as many adjacent
-ranks as it says; those of the last level for all others. A link is a step of a ring, as in
-`colossalai.device` ([Note: cost of a ring]), with a line for each operation, so that any number of ranks has
-a cost. A ring through several machines crosses between them once for each machine, but where a group has g
-ranks in each one, g rings share the crossings between them, as each rank has its own way out. So the seconds
-per byte of the outer level are divided by g, and are at least those of the inner one. On machines whose ranks
-share one way out the same division is right for measured links: they were measured along an axis whose groups
-have one rank in each machine, all groups at once.
+Ranks are counted machine by machine. The links of a level apply to groups within a block of `num_ranks`
+adjacent ranks; those of the last level to all others. A link is a step of a ring, as in `colossalai.device`
+([Note: cost of a ring]), with a line for each operation, so that any number of ranks has a cost. A ring
+through several machines crosses between them once for each machine. If a group has g ranks in each machine, g
+rings share the crossings, as each rank has its own network interface. So the seconds per byte of the outer
+level are divided by g, and are at least those of the inner one. On machines whose ranks share one interface
+the same division is right for measured links: they are measured along an axis whose groups have one rank in
+each machine, all groups at once.
 """
 
 import json
@@ -45,10 +46,10 @@ from colossalai.device import OPERATIONS, AlphaBeta, DeviceMesh, Machine, MeshSp
 
 _FORMAT = "colossalai machine profile"
 _VERSION = 1
-_HALF_OF_FLOAT32 = 0.5  # the rate of float64 where it was not measured
+_HALF_OF_FLOAT32 = 0.5  # rate of float64 relative to float32, if it was not measured
 _SIXTEEN_BITS = ("bfloat16", "float16")
 
-# Names of torch's operators without their namespace; what is in none of the lists is "elementwise".
+# Names of torch's operators without their namespace; all other operators are "elementwise".
 _OPERATORS: Mapping[Kind, str] = {
     "product": "mm addmm bmm baddbmm addbmm linear matmul mv addmv dot einsum _grouped_mm grouped_mm",
     "convolution": "conv1d conv2d conv3d convolution _convolution conv_transpose1d conv_transpose2d "
@@ -87,11 +88,11 @@ _KINDS: Mapping[str, Kind] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class LinkLevel:
-    """The links between ranks that are near each other; see [Note: levels of links].
+    """The links between nearby ranks; see [Note: levels of links].
 
     Attributes:
-        num_ranks: How many adjacent ranks it holds within; None: any number, for the last level.
-        lines: For each of `colossalai.device.OPERATIONS` the line of a step of a ring.
+        num_ranks: Number of adjacent ranks in a block of this level. None: any number, for the last level.
+        lines: Line of a step of a ring, for each of `colossalai.device.OPERATIONS`.
     """
 
     num_ranks: int | None
@@ -100,15 +101,15 @@ class LinkLevel:
 
 @dataclass(frozen=True, kw_only=True)
 class MachineProfile:
-    """What a training's operations and its communication cost on a machine.
+    """Costs of the operations and the communication of a training step on a machine.
 
     Attributes:
-        name: How a plan names it.
-        created: When it was measured or compiled, in ISO 8601.
-        machine: What it holds for.
-        rates: Of a rank's device.
-        links: From the nearest to the farthest; empty where one process measured alone.
-        source: Where each published figure is from; empty where all were measured.
+        name: Name of the profile in plans.
+        created: Time of its measurement or compilation, in ISO 8601.
+        machine: The measured or described machine.
+        rates: Rates of a rank's device.
+        links: Levels of links from the nearest to the farthest; empty if one process was measured alone.
+        source: Source of each published figure; empty if all were measured.
     """
 
     name: str
@@ -120,11 +121,11 @@ class MachineProfile:
 
     @property
     def is_published(self) -> bool:
-        """Whether the figures are published ones, not measured."""
+        """Whether the figures are published, not measured."""
         return bool(self.source)
 
     def mesh_speed(self, shape: Sequence[int]) -> MeshSpeed:
-        """Return what communication costs in a grid of any number of ranks, counted row by row.
+        """Return the cost of communication in a grid of any number of ranks, counted row by row.
 
         Args:
             shape: The extents of the grid, outermost first.
@@ -141,7 +142,7 @@ class MachineProfile:
                 "call measure_machine in a job, or take a shipped profile"
             )
         zeros = [0.0] * len(shape)
-        kinds = MeshSpeed.of_links(shape, zeros, zeros).lines  # of all groups that the grid has
+        kinds = MeshSpeed.of_links(shape, zeros, zeros).lines  # by the groups of the grid
         lines = {
             extents: {op: self._line(op, extents) for op in OPERATIONS} if extents else kinds[extents]
             for extents in kinds
@@ -151,7 +152,7 @@ class MachineProfile:
 
     def _line(self, op: str, extents: Sequence[tuple[int, int]]) -> AlphaBeta:
         """Return the line of an operation in a kind of groups; see [Note: levels of links]."""
-        inner = 0.0  # the seconds per byte of the level below
+        inner = 0.0  # seconds per byte of the previous level
         found = AlphaBeta(0.0, 0.0)
         for below, level in zip((None, *self.links), self.links, strict=False):
             link = level.lines[op]
@@ -166,15 +167,15 @@ class MachineProfile:
         return AlphaBeta(steps.alpha * found.alpha, steps.beta * found.beta, found.error)
 
     def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
+        """Write the profile as JSON."""
         Path(path).write_text(self.to_json())
 
     @classmethod
     def load(cls, path: str | Path) -> "MachineProfile":
-        """Read what `save` wrote.
+        """Read a profile written by `save`.
 
         Raises:
-            ValueError: `path` cannot be read, or is no such file.
+            ValueError: `path` cannot be read, or is not the file of a profile.
         """
         try:
             text = Path(path).read_text()
@@ -183,20 +184,20 @@ class MachineProfile:
         return cls.from_json(text, name=str(path))
 
     def to_json(self) -> str:
-        """Return the text that `save` writes; every number comes back as it is."""
+        """Return the text that `save` writes. All numbers survive a round trip exactly."""
         content = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
         return json.dumps(content, indent=1) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, name: str = "the text") -> "MachineProfile":
-        """Return what `to_json` wrote.
+        """Return the profile of a text written by `to_json`.
 
         Args:
             text: The content.
-            name: Of the file, for messages.
+            name: Name of the file, for messages.
 
         Raises:
-            ValueError: `text` is not what `to_json` writes; the message names the file and what is wrong.
+            ValueError: `text` is not a text of `to_json`; the message has the file and the reason.
         """
         try:
             content = json.loads(text)
@@ -221,14 +222,15 @@ class MachineProfile:
 def shipped_profile(name: str = "cpu-2-cores") -> MachineProfile:
     """Return a profile of the package.
 
-    "cpu-2-cores" was measured with 2 ranks of one thread that talk through memory, "cpu-2-cores-gloo" the
-    same over gloo; "a100-80gb" and "h100" are published figures of machines with 8 such devices.
+    "cpu-2-cores" was measured with 2 ranks of one thread that communicate through shared memory,
+    "cpu-2-cores-gloo" the same over gloo; "a100-80gb" and "h100" are published figures of machines with 8
+    such devices.
 
     Args:
-        name: Its name.
+        name: Name of the profile.
 
     Raises:
-        ValueError: `name` is no shipped profile.
+        ValueError: `name` is not a shipped profile.
     """
     folder = resources.files("colossalai.auto_parallel.machine") / "profiles"
     names = sorted(
@@ -246,18 +248,18 @@ def measure_machine(
     seconds: float = 10.0,
     show_progress: bool = True,
 ) -> MachineProfile:
-    """Measure the machine: in a job all its ranks and the links between them, else this process alone.
+    """Measure the machine: in a job all its ranks and the links between them, otherwise this process alone.
 
-    In a job every rank calls it, and all have the same result. The ranks should do nothing else meanwhile.
+    In a job every rank calls it, and all get the same result. The ranks should be idle otherwise.
 
     Args:
-        name: Of the profile.
+        name: Name of the profile.
         dtypes: See `measure_rates`.
-        seconds: For the rates; see `measure_rates`. The links take a few seconds more.
-        show_progress: Draw what is measured, if rank 0 has a terminal.
+        seconds: Time for the rates; see `measure_rates`. The links take a few seconds more.
+        show_progress: Whether to draw the progress, if rank 0 has a terminal.
 
     Raises:
-        ValueError: `dtypes` or `seconds` is none that `measure_rates` takes.
+        ValueError: `dtypes` or `seconds` is invalid for `measure_rates`.
     """
     rates = measure_rates(dtypes=dtypes, seconds=seconds, show_progress=show_progress)
     created = datetime.now(UTC).isoformat(timespec="seconds")
@@ -291,7 +293,7 @@ def _machine_alone(device: str) -> Machine:
 
 
 def ranks_of_a_host(hosts: Sequence[str]) -> int:
-    """Return how many adjacent ranks each host has; all of them, where hosts have unequal numbers."""
+    """Return the number of adjacent ranks on each host; all ranks if hosts have unequal numbers."""
     count = hosts.count(hosts[0])
     blocks = [set(hosts[begin : begin + count]) for begin in range(0, len(hosts), count)]
     is_regular = all(len(block) == 1 for block in blocks) and len(hosts) % count == 0
@@ -299,7 +301,7 @@ def ranks_of_a_host(hosts: Sequence[str]) -> int:
 
 
 def links_of_speed(speed: MeshSpeed) -> tuple[LinkLevel, ...]:
-    """Return the links of a measured grid: of all ranks, or of (hosts, ranks of a host) from the inside.
+    """Return the links of a measured grid: of all ranks, or of (hosts, ranks of a host), innermost first.
 
     Args:
         speed: A grid of one or two axes.
@@ -318,17 +320,17 @@ def links_of_speed(speed: MeshSpeed) -> tuple[LinkLevel, ...]:
 
 
 def _steps(op: str, num_ranks: int) -> AlphaBeta:
-    """Return the messages of a ring one after the other, and its bytes as a part of all."""
+    """Return the number of messages of a ring in sequence, and its bytes as a fraction of the total."""
     return MeshSpeed.of_links((num_ranks,), (1.0,), (1.0,)).line(op, "0")
 
 
 def _lies_within(extents: Sequence[tuple[int, int]], num_ranks: int) -> bool:
-    """Whether each group of a kind lies within a block of as many adjacent ranks."""
+    """Whether each group of a kind is within a block of `num_ranks` adjacent ranks."""
     return all(num_ranks % (extent * stride) == 0 for extent, stride in extents)
 
 
 def _num_within(extents: Sequence[tuple[int, int]], num_ranks: int) -> int:
-    """Return how many ranks of a group are in the same block of adjacent ranks, in the worst group."""
+    """Return the number of ranks of a group in the same block of adjacent ranks, for the worst group."""
     found = 1
     for extent, stride in extents:
         span = extent * stride
@@ -340,10 +342,10 @@ def _num_within(extents: Sequence[tuple[int, int]], num_ranks: int) -> int:
 
 
 def kind_of(target: str) -> Kind:
-    """Return of which kind an operation is, for `time_of`.
+    """Return the kind of an operation, for `time_of`.
 
     Args:
-        target: The name of torch's operator, such as "aten.addmm.default". Unknown ones count as elementwise.
+        target: Name of torch's operator, such as "aten.addmm.default". Unknown ones count as elementwise.
     """
     base = target.removeprefix("aten::").removeprefix("aten.").partition(".")[0]
     return _KINDS.get(base, "elementwise")
@@ -359,27 +361,27 @@ def time_of(
     shape: Sequence[int] | None = None,
     is_backward: bool = False,
 ) -> float:
-    """Return the seconds of an operation: the overhead, and the longer one of FLOPs and bytes.
+    """Return the seconds of an operation: the overhead, and the longer of the times of FLOPs and bytes.
 
         max(flops / rate(shape), seconds(bytes)) + overhead
 
-    A type that was not measured runs as another one: float64 multiplies at half the rate of float32, a type
-    of 16 bits as the other one of 16 bits if that was measured, all others as float32.
+    A dtype that was not measured uses the rates of another one: float64 multiplies at half the rate of
+    float32, a 16-bit dtype as the other 16-bit dtype if that was measured, all others as float32.
 
     Args:
         profile: The machine.
-        flops: Floating point operations of the products in it; counted only for `FLOP_KINDS`.
-        bytes: What its kernels read and write; see [Note: bytes of an operation].
-        kind: What it is; `kind_of` says.
-        dtype: Of its large operands.
-        shape: The extents of `FLOP_KINDS` in the forward, whatever the direction: (m, k, n) of a product,
+        flops: Floating point operations of its products; counted only for `FLOP_KINDS`.
+        bytes: Bytes that its kernels read and write; see [Note: bytes of an operation].
+        kind: Kind of the operation, from `kind_of`.
+        dtype: Dtype of its large operands.
+        shape: The extents of `FLOP_KINDS` in the forward, also for the backward: (m, k, n) of a product,
             (positions, terms, channels) of a convolution, (queries, keys, head size) of an attention; see
             [Note: rate of a product]. Leading extents count batches. None: all extents are large.
         is_backward: Whether these are the FLOPs and bytes of its whole backward.
 
     Raises:
-        ValueError: `flops` or `bytes` is negative or no number, `kind` is unknown, the profile has no rates
-            for it, or `shape` has fewer than three extents, or one that is not above 0.
+        ValueError: `flops` or `bytes` is negative or not finite, `kind` is unknown, the profile has no rates
+            for it, or `shape` has fewer than three extents, or an extent below 1.
     """
     if not (0 <= flops < math.inf and 0 <= bytes < math.inf):
         raise ValueError(f"flops={flops}, bytes={bytes}: give finite numbers of 0 or more")
@@ -405,8 +407,8 @@ def optimizer_time(
     Args:
         profile: The machine.
         optimizer: "adamw" or "sgd".
-        bytes: Of parameters, gradients and states, read and written; see `optimizer_bytes`.
-        num_tensors: How many parameters there are.
+        bytes: Bytes of parameters, gradients and states, read and written; see `optimizer_bytes`.
+        num_tensors: Number of parameters.
 
     Raises:
         ValueError: `optimizer` is unknown, or a number is negative.
@@ -421,7 +423,7 @@ def optimizer_time(
 
 
 def _rate_of(operations: Operations, kind: Kind, dtype: torch.dtype, direction: str) -> tuple[OpRate, float]:
-    """Return the rate that holds for a type, and how many times as long its FLOPs take."""
+    """Return the rate for a dtype, and the factor by which its FLOPs take longer."""
     measured = operations.get(kind)
     if not measured:
         raise ValueError(f"the profile has no rates of kind {kind!r}")

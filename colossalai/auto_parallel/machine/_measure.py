@@ -1,17 +1,17 @@
-"""Measurement of a device's rates: how fast this process's device runs the samples of `_samples.py`.
+"""Measurement of a device's rates: the times of the samples of `_samples.py` on this process's device.
 
 [Note: bytes of an operation]
 The bytes are those of all tensors that each kernel of an operation reads and writes, as `ByteCounter` counts
-them: below autograd, so that a dropout on CPU counts as drawing, scaling and multiplying. Views cost none.
+them: below autograd, so that a dropout on CPU counts as drawing, scaling and multiplying. Views are free.
 
 [Note: as in a training]
-A kernel that is called again and again on the same few tensors finds them in the cache, and its result in
-memory that was just freed. In a training a forward leaves everything behind that the backward reads. So a
-sample is a small training: some MB of forwards one after the other, each on operands of its own or on the
-last one's result, all results kept, then one backward through all of them. Where a result is so large that
-the system gives new memory for each (32 MB with glibc), that is in the figures, as it is in a training.
-Samples that are over at once, which say what any operation costs however small, run few times in a row and
-take turns: in a model an operation comes after others, and 32 in a row took less than half as long for each.
+A kernel that runs repeatedly on the same few tensors finds them in the cache, and writes its result to
+recently freed memory. In training, a forward leaves behind everything that the backward reads. So a sample is
+a small training: some MB of forwards in sequence, each on its own operands or on the previous result, all
+results kept, then one backward through all of them. If a result is so large that the system allocates new
+memory for each (32 MB with glibc), the times include this, as in training. The smallest samples, which give
+the overhead of any operation, run few times in a row and alternate: in a model an operation comes after
+others, and 32 in a row took less than half as long for each.
 """
 
 import os
@@ -46,15 +46,15 @@ from colossalai.communication import all_reduce
 from colossalai.context import Axis, get_current_device
 from colossalai.device import DeviceMesh
 
-_ROUND_BYTES = 24e6  # of a round's forwards; see [Note: as in a training]
+_ROUND_BYTES = 24e6  # bytes of the forwards of a round; see [Note: as in a training]
 _MOST_COPIES = 32
-_TINY = 2e-4  # seconds up to which a sample takes turns with others
-_TINY_COPIES = 4  # one after the other
-_TINY_TURNS = 8  # of a round
-_ROUNDS = 4  # that the time is meant for; large samples have fewer
-_THOROUGH_S = 4.0  # from which on tensors of 32 MB are measured, too: they take most of the time
+_TINY = 2e-4  # seconds up to which samples alternate
+_TINY_COPIES = 4  # in a row
+_TINY_TURNS = 8  # in a round
+_ROUNDS = 4  # number of rounds that fit into the time; large samples have fewer
+_THOROUGH_S = 4.0  # seconds from which tensors of 32 MB are measured, too: they take most of the time
 _SHORT = 0.02  # seconds up to which a sample is run twice more before its copies are chosen
-# Kernels that move nothing, beside those that torch says are views.
+# Kernels that move no bytes, in addition to torch's views.
 _FREE = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view"})
 _NUM_SMALL = 64  # tensors of an optimizer of small ones
 
@@ -62,10 +62,10 @@ _NUM_SMALL = 64  # tensors of an optimizer of small ones
 class ByteCounter(TorchDispatchMode):
     """Count the bytes that kernels read and write within a block; see [Note: bytes of an operation].
 
-    An expanded tensor has the bytes of its memory, and of a table only the rows that are taken are read.
+    An expanded tensor has the bytes of its memory, and a lookup reads only the selected rows of a table.
 
     Attributes:
-        num_bytes: What was counted so far.
+        num_bytes: Bytes counted so far.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class ByteCounter(TorchDispatchMode):
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
-        if func.is_view or func.namespace == "prim" or name in _FREE:  # prim: questions of fake tensors
+        if func.is_view or func.namespace == "prim" or name in _FREE:  # prim: queries of fake tensors
             return result
         read, written = _bytes_of((args, kwargs)), _bytes_of(result)
         if name in ("embedding", "gather", "index_select"):
@@ -97,20 +97,20 @@ def measure_rates(
     seconds: float = 10.0,
     show_progress: bool = True,
 ) -> Rates:
-    """Measure this process's device, with the threads that torch has here.
+    """Measure this process's device, with torch's current number of threads.
 
-    In a job every rank calls it, and all are busy at the same time, as in a training; the times are those of
-    the slowest rank, and the result is the same on all of them. Products go through the library that the job
-    multiplies by. Torch's random states stay as they are.
+    In a job every rank calls it, and all are busy at the same time, as in training; the times are those of
+    the slowest rank, and the result is the same on all of them. Products use the job's library for
+    multiplication. Torch's random states do not change.
 
     Args:
-        dtypes: What to measure; others follow from these, see `time_of`.
-        seconds: About how long it takes; each sample is measured at least once, which is some seconds. Below
+        dtypes: Dtypes to measure; rates of others follow from these, see `time_of`.
+        seconds: Approximate duration; each sample is measured at least once, which takes some seconds. Below
             4 tensors of 32 MB are left out.
-        show_progress: Draw a bar, if rank 0 has a terminal.
+        show_progress: Whether to draw a bar, if rank 0 has a terminal.
 
     Raises:
-        ValueError: `dtypes` is empty or has one that is no floating point type, or `seconds` is not above 0.
+        ValueError: `dtypes` is empty or has a dtype that is not floating point, or `seconds` is not above 0.
     """
     if not dtypes or not all(dtype.is_floating_point for dtype in dtypes):
         raise ValueError(f"dtypes={list(dtypes)}: give at least one, all of them floating point types")
@@ -124,7 +124,7 @@ def measure_rates(
     with (
         torch.random.fork_rng(),
         torch.enable_grad(),
-        torch.autocast(device.type, enabled=False),  # an open one would take another type than `dtypes` says
+        torch.autocast(device.type, enabled=False),  # an outer autocast would override `dtypes`
         _progress(show_progress, everybody.mesh.rank) as advance,
     ):
         for name, dtype in zip(names, dtypes, strict=True):
@@ -149,18 +149,18 @@ def measure_rates(
 
 
 def _everybody() -> Axis:
-    """Return the axis of all ranks of the job; of this process alone without one."""
+    """Return the axis of all ranks of the job; of this process alone without a job."""
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     return DeviceMesh(torch.arange(num_ranks)).mesh.axis("0")
 
 
 class _Meter:
-    """Takes times, on all ranks at once.
+    """Measures times on all ranks at once.
 
-    With one thread a time is what that thread computes, so that other programs on the machine do not count.
-    Where ranks of one thread share cores, it is that times the ranks of a core: a sample that is shorter than
-    a slice of the scheduler never sees the others, and a step of thousands of such operations does. With
-    several threads it is the time that passes.
+    With one thread a time is the CPU time of that thread, so that other programs on the machine do not count.
+    If ranks of one thread share cores, it is multiplied by the ranks of a core: a sample shorter than a slice
+    of the scheduler is never interrupted by the other ranks, but a step of thousands of such operations is.
+    With several threads it is wall-clock time.
     """
 
     def __init__(self, everybody: Axis, device: torch.device) -> None:
@@ -173,13 +173,13 @@ class _Meter:
         self._ranks_on_core = max(hosts.count(host) / (os.cpu_count() or 1), 1.0) if is_one_thread else 1.0
 
     def now(self) -> float:
-        """Return the time when all that was begun has ended."""
+        """Return the time after all pending work has completed."""
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
         return self._clock() * self._ranks_on_core
 
     def largest(self, own: Sequence[float]) -> list[float]:
-        """Return for each number the largest one of any rank; all ranks call it, and so meet here."""
+        """Return the elementwise maximum over all ranks; collective, and thus a barrier."""
         if self.everybody.size == 1:
             return list(own)
         numbers = torch.tensor(own, dtype=torch.float64).to(self.everybody.mesh.device_type)
@@ -195,16 +195,16 @@ class _Meter:
     ) -> None:
         """Run every sample once to count and to warm up, then round by round until the time is up.
 
-        A round has all samples, so that what disturbs the machine for a while disturbs no sample alone.
+        A round has all samples, so that a temporary disturbance of the machine affects no sample alone.
         """
         begin = time.perf_counter()
         share = seconds / (_ROUNDS * len(samples))
-        self._count(samples[0], operands)  # the first call of a process loads libraries
+        self._count(samples[0], operands)  # the first call in a process loads libraries
         tiny: list[Sample] = []
         for sample in samples:
             advance(sample.kind)
             taken = self._count(sample, operands)
-            if taken < _SHORT:  # the counter takes longer than a small sample, and so does a first call
+            if taken < _SHORT:  # the counter and the first call take longer than a small sample
                 taken = min(sum(self._round(sample, operands)) for _ in range(2))
             [taken] = self.largest([taken])  # the same number of copies on all ranks: they are busy together
             if taken < _TINY:
@@ -214,7 +214,7 @@ class _Meter:
             fits = min(_ROUND_BYTES / max(sample.num_bytes[0], 1.0), share / taken, _MOST_COPIES)
             sample.copies = max(int(fits), 1)
         turns = [sample for sample in samples if sample not in tiny] + tiny * _TINY_TURNS
-        if self.device.type != "cpu":  # first rounds load kernels and ask the driver for memory
+        if self.device.type != "cpu":  # first rounds load kernels and allocate memory
             for sample in samples:
                 self._round(sample, operands)
         elapsed = 0.0
@@ -224,13 +224,13 @@ class _Meter:
                 if len(sample.times) < turns.count(sample) or elapsed < seconds:
                     sample.times.append(self._round(sample, operands))
         for sample in samples:
-            # Medians before the slowest rank is asked for: of each round it would be the most disturbed one.
+            # Medians before the maximum over ranks: otherwise each round would count its most disturbed rank.
             own = [statistics.median(column) for column in zip(*sample.times, strict=True)]
             forward, backward = self.largest(own)
             sample.times = [(forward, backward)]
 
     def _count(self, sample: Sample, operands: Operands) -> float:
-        """Run a sample once, count its bytes, and return about what it takes."""
+        """Run a sample once, count its bytes, and return its approximate seconds."""
         tensors = sample.make(operands)
         start = self.now()
         with ByteCounter() as forward:
@@ -255,7 +255,7 @@ class _Meter:
             results = ends = [sample.call(*tensors) for tensors in copies]
         middle = self.now()
         gradients = [torch.ones_like(end) for end in ends]
-        del results  # only autograd holds them now, and lets go of each as its backward ends
+        del results  # now only autograd refers to them, and frees each as its backward ends
         before_backward = self.now()
         torch.autograd.backward(ends, gradients)
         end = self.now()
@@ -263,13 +263,13 @@ class _Meter:
 
 
 def _op_rates(samples: Iterable[Sample]) -> Mapping[str, Mapping[str, OpRate]]:
-    """Return the costs of each kind and direction that measured samples say."""
+    """Return the costs of each kind and direction from measured samples."""
     directions: tuple[Direction, ...] = ("forward", "backward")
     found: dict[str, dict[str, OpRate]] = {}
     by_kind: dict[Kind, list[Sample]] = {}
     for sample in samples:
         by_kind.setdefault(sample.kind, []).append(sample)
-    # The bytes of a product are moved as those of anything else; this kind comes before those that need it.
+    # The byte curve of products is the elementwise one: measure "elementwise" before `FLOP_KINDS`.
     for kind in sorted(by_kind, key=lambda kind: kind in FLOP_KINDS):
         found[kind] = {}
         for index, direction in enumerate(directions):
@@ -290,7 +290,7 @@ def _op_rates(samples: Iterable[Sample]) -> Mapping[str, Mapping[str, OpRate]]:
 
 
 def _optimizer_rate(name: Optimizer, meter: _Meter) -> OptimizerRate:
-    """Measure steps of a fused optimizer: of one small parameter, of many, and of larger ones."""
+    """Measure steps of a fused optimizer: with one small parameter, with many, and with larger ones."""
 
     def step_of(num_tensors: int, numel: int) -> float:
         params = [torch.zeros(numel, device=meter.device).requires_grad_() for _ in range(num_tensors)]
@@ -301,7 +301,7 @@ def _optimizer_rate(name: Optimizer, meter: _Meter) -> OptimizerRate:
             optimizer = torch.optim.AdamW(params, lr=1e-3, fused=True)
         else:
             optimizer = torch.optim.SGD(params, lr=1e-3, momentum=0.9, fused=True)
-        optimizer.step()  # makes the states
+        optimizer.step()  # creates the states
         times = []
         for _ in range(3):
             meter.largest([0.0])
@@ -323,7 +323,7 @@ def _optimizer_rate(name: Optimizer, meter: _Meter) -> OptimizerRate:
 
 @contextmanager
 def _progress(is_wanted: bool, rank: int) -> Iterator[Callable[[str], None]]:
-    """Draw what is measured on a terminal of rank 0."""
+    """Draw the current sample on a terminal of rank 0."""
     from rich.console import Console
 
     console = Console(stderr=True)

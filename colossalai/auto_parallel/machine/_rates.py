@@ -1,9 +1,8 @@
-"""Rates of a device: what the operations of a training and the step of an optimizer cost, and their fits.
+"""Rates of a device: costs of the operations of a training step and of an optimizer step, and their fits.
 
-An operation costs what any of its kind costs however small, and then the longer one of two times: that of its
-floating point operations, at a rate that follows from its extents, and that of the bytes that it moves, along
-a curve through measured sizes. Forward and backward are apart, as autograd runs them; `_measure.py` takes the
-times.
+An operation costs the overhead of its kind, plus the longer of two times: its floating point operations at a
+rate that follows from its extents, and its bytes along a curve through measured sizes. Forward and backward
+are separate, as autograd runs them; `_measure.py` measures the times.
 
 [Note: rate of a product]
 The floating point operations of a product of (m, k) and (k, n) take
@@ -11,15 +10,16 @@ The floating point operations of a product of (m, k) and (k, n) take
     flops (1 / peak + a / m + b / k + c / n)  seconds.
 
 flops / m is twice the elements of the right operand, flops / n those of the left one, flops / k those of the
-result: a, b and c are what it costs to bring an element there where it is multiplied. So a large product runs
-at the peak, of a thin one the smallest extent says the rate, and no extent can grow and the rate fall. The
-four numbers are fitted to measured shapes, relatively, and none is negative. A convolution is the product of
-(positions, terms) and (terms, channels), where positions are those of the output times the batch, terms the
-inputs of one sum, and channels the outputs of one group. Attention has queries, keys and the size of a head.
+result: a, b and c are the costs of moving an element to or from the multiplier. So a large product runs at
+the peak, the smallest extent determines the rate of a thin one, and the rate never falls when an extent
+grows. The four numbers are fitted to measured shapes, relatively, and none is negative. A convolution is the
+product of (positions, terms) and (terms, channels), where positions are those of the output times the batch,
+terms the inputs of one sum, and channels the outputs of one group. Attention has queries, keys and the size
+of a head.
 
-[Note: noise of what any operation costs]
-On an accelerator a small product takes no time of its own that could be told from the noise of its launch: 3
-us of 20, for 128 operations. A fit relative to these 3 us has to explain them, and an H200 got a rate of 50
+[Note: noise of the overhead]
+On an accelerator the time of a small product cannot be distinguished from the noise of its launch: 3 us of
+20, for 128 operations. A fit relative to these 3 us has to explain them, and an H200 got a rate of 50
 GFLOP/s in bfloat16. So deviations are relative to the whole time of an operation.
 """
 
@@ -49,36 +49,36 @@ Kind = Literal[
     "other",
     "view",
 ]
-"""What is measured apart; `kind_of` says of which kind an operation of torch is."""
+"""Kinds of operations with separate rates; `kind_of` returns the kind of an operation of torch."""
 
 FLOP_KINDS = ("product", "convolution", "attention")
-"""The kinds whose floating point operations count, and whose rate follows from a shape of three extents."""
+"""The kinds with floating point operations, whose rate follows from a shape of three extents."""
 
 Direction = Literal["forward", "backward"]
 Optimizer = Literal["adamw", "sgd"]
 
-_NUM_PASSES = 8  # of the reweighting of a fit
-_MOST_ABOVE_BEST = 1.25  # of a peak, times the best measured rate
+_NUM_PASSES = 8  # passes of reweighting in a fit
+_MOST_ABOVE_BEST = 1.25  # limit of a peak, relative to the best measured rate
 
 
 @dataclass(frozen=True)
 class FlopRate:
-    """How fast a kind of products multiplies; see [Note: rate of a product].
+    """Rate of a kind of products; see [Note: rate of a product].
 
     Attributes:
         peak: FLOP/s of a product whose extents are all large.
-        sides: For each extent the seconds times that extent that a floating point operation takes longer.
+        sides: For each extent, the additional seconds per floating point operation, times that extent.
     """
 
     peak: float
     sides: tuple[float, float, float] = (0.0, 0.0, 0.0)
 
     def seconds(self, flops: float, shape: Sequence[int] | None = None) -> float:
-        """Return what so many floating point operations take.
+        """Return the seconds of some floating point operations.
 
         Args:
-            flops: Their number.
-            shape: The three extents; None: all large.
+            flops: Number of operations.
+            shape: The three extents. None: all large.
         """
         per_flop = 1.0 / self.peak
         if shape is not None:
@@ -88,18 +88,18 @@ class FlopRate:
 
 @dataclass(frozen=True)
 class ByteCurve:
-    """What it takes to move bytes: straight lines through measured sizes, from nothing for none.
+    """Seconds to move bytes: straight lines through measured sizes, from 0 for no bytes.
 
     Attributes:
         sizes: Bytes, ascending.
-        seconds: What each takes; never less than a smaller size. Beyond the last the bandwidth is its own.
+        seconds: Seconds of each size, never decreasing. Beyond the last size its bandwidth applies.
     """
 
     sizes: tuple[float, ...]
     seconds: tuple[float, ...]
 
     def at(self, num_bytes: float) -> float:
-        """Return the seconds that so many bytes take."""
+        """Return the seconds to move some bytes."""
         if num_bytes >= self.sizes[-1]:
             return self.seconds[-1] * (num_bytes / self.sizes[-1])
         return float(np.interp(num_bytes, (0.0, *self.sizes), (0.0, *self.seconds)))
@@ -107,12 +107,12 @@ class ByteCurve:
 
 @dataclass(frozen=True)
 class OpRate:
-    """What the operations of a kind cost in a direction.
+    """Costs of the operations of a kind in a direction.
 
     Attributes:
-        overhead: Seconds, however small: the call, autograd's part in it, and the kernels' start.
+        overhead: Seconds of the smallest operation: the call, autograd's part in it, and kernel launches.
         curve: The time of the bytes; see [Note: bytes of an operation].
-        flops: The time of the floating point operations; None for kinds that are not in `FLOP_KINDS`.
+        flops: The time of the floating point operations. None for kinds outside of `FLOP_KINDS`.
     """
 
     overhead: float
@@ -122,11 +122,11 @@ class OpRate:
 
 @dataclass(frozen=True)
 class OptimizerRate:
-    """What a step of a fused optimizer costs.
+    """Costs of a step of a fused optimizer.
 
     Attributes:
-        overhead: Seconds of a step, however little there is to update.
-        per_tensor: Seconds for each parameter, however small.
+        overhead: Seconds of a step without parameters.
+        per_tensor: Seconds for each parameter, independent of its size.
         curve: The time of the bytes of parameters, gradients and states, read and written.
     """
 
@@ -140,15 +140,15 @@ Operations = Mapping[str, Mapping[str, Mapping[str, OpRate]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Rates:
-    """How fast a device runs the operations of a training.
+    """Rates of a device for the operations of a training step.
 
     Attributes:
-        device: What computes: "cpu", or the name of an accelerator.
-        num_threads: Of the process.
-        num_ranks: How many shared the machines, all busy, while it was measured.
+        device: The device: "cpu", or the name of an accelerator.
+        num_threads: Number of threads of the process.
+        num_ranks: Number of ranks that shared the machines, all busy, during the measurement.
         operations: By kind, the name of the dtype ("float32"), and direction.
         optimizers: By name.
-        efficiency: The share of the peaks of `FLOP_KINDS` that is reached; 1 where they were measured.
+        efficiency: Fraction of the peaks of `FLOP_KINDS` that is reached; 1 if they were measured.
     """
 
     device: str
@@ -166,20 +166,20 @@ def fit_flop_rate(
     *,
     overhead: float = 0.0,
 ) -> FlopRate:
-    """Return the rate that deviates least, relatively, from measured times; see [Note: rate of a product].
+    """Return the rate with the least relative deviation from measured times; see [Note: rate of a product].
 
-    As for lines of communication (`colossalai.device.fit_alpha_beta`), deviations are counted relative to the
-    fit. All sets of the four numbers that may be above 0 are tried. No peak is more than a quarter above the
-    best measured rate: else extents that were all small could say one that nothing reaches.
+    As for lines of communication (`colossalai.device.fit_alpha_beta`), deviations are relative to the fit.
+    All subsets of positive numbers among the four are tried. No peak is more than a quarter above the best
+    measured rate: otherwise small extents alone could result in a peak that is never reached.
 
     Args:
         flops: Floating point operations of each sample.
         shapes: Their extents.
-        seconds: What they took without what any costs; samples that took none do not count.
-        overhead: What any costs; see [Note: noise of what any operation costs].
+        seconds: Their seconds without the overhead; samples of 0 seconds do not count.
+        overhead: Seconds of the smallest operation; see [Note: noise of the overhead].
 
     Raises:
-        ValueError: No sample took any time.
+        ValueError: `seconds` are all 0.
     """
     count, extents, taken = (np.asarray(each, dtype=np.float64) for each in (flops, shapes, seconds))
     counts = taken > 0
@@ -188,7 +188,7 @@ def fit_flop_rate(
     count, extents, taken = count[counts], extents[counts], taken[counts]
     least_per_flop = float(np.min((overhead + taken) / count)) / _MOST_ABOVE_BEST
     features = count[:, None] * np.concatenate([np.ones((len(count), 1)), 1 / extents], axis=1)
-    rest = taken - count * least_per_flop  # what is left to explain
+    rest = taken - count * least_per_flop  # seconds left to explain
     expected = taken
     for _ in range(_NUM_PASSES):
         found, least = np.zeros(4), math.inf
@@ -207,11 +207,11 @@ def fit_flop_rate(
 
 
 def curve_through(sizes: Sequence[float], seconds: Sequence[float]) -> ByteCurve:
-    """Return the curve through measured times; of equal sizes the mean, and never less than a smaller size.
+    """Return the curve through measured times; equal sizes are averaged, and seconds never decrease.
 
     Args:
-        sizes: Bytes; where none are moved, the time is that of any operation, and the curve is 0.
-        seconds: What each took without what any costs.
+        sizes: Bytes. For kinds that move none, the time is the overhead, and the curve is 0.
+        seconds: Seconds of each size without the overhead.
     """
     by_size: dict[float, list[float]] = {}
     for size, taken in zip(sizes, seconds, strict=True):
@@ -224,7 +224,7 @@ def curve_through(sizes: Sequence[float], seconds: Sequence[float]) -> ByteCurve
 
 
 def optimizer_bytes(name: Optimizer, parameter_bytes: float) -> float:
-    """Return the bytes that a step reads and writes, where gradients and states have the parameters' type.
+    """Return the bytes that a step reads and writes, if gradients and states have the parameters' dtype.
 
     AdamW reads parameter, gradient and two moments and writes all but the gradient: 7 times the parameters;
     SGD with momentum has one moment: 5 times.

@@ -1,4 +1,4 @@
-"""Samples of the operations of a training: what is run to learn what each kind of operation costs."""
+"""Samples of the operations of a training step, run to measure the cost of each kind."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -11,18 +11,18 @@ from torch.nn import functional
 from colossalai.auto_parallel.machine._rates import Kind
 
 POOL = 1 << 23
-"""Elements of the random numbers that operands are made of on a CPU, and of the largest sample."""
+"""Elements of the random memory that operands are slices of on a CPU, and of the largest sample."""
 
 DEVICE_POOL = 1 << 27
-"""The same on an accelerator, whose caches hold 32 MB."""
+"""The same on an accelerator, where caches hold 32 MB."""
 
 
 class Operands:
-    """Tensors of random numbers that cost nothing to make: slices of a common memory, one after the other.
+    """Tensors of random numbers at no cost: consecutive slices of a common memory.
 
     Args:
-        dtype: Theirs.
-        device: Where they are.
+        dtype: Dtype of the tensors.
+        device: Device of the tensors.
         size: Elements of the memory, and of the largest tensor.
     """
 
@@ -32,7 +32,7 @@ class Operands:
         self._next = 0
 
     def take(self, *shape: int) -> Tensor:
-        """Return a leaf that wants a gradient."""
+        """Return a leaf that requires a gradient."""
         num = math.prod(shape)
         if self._next + num > len(self._memory):
             self._next = 0
@@ -51,14 +51,14 @@ class Sample:
 
     Attributes:
         kind: Its kind.
-        make: Makes its operands.
+        make: Returns its operands.
         call: Runs its forward.
-        is_chain: Each forward takes the last one's result in place of its first operand.
+        is_chain: Whether the first operand of each forward is the previous result.
         shape: The three extents, for `FLOP_KINDS`.
-        flops: Of its forward and backward.
-        num_bytes: Of its forward and backward; counted.
-        copies: How many forwards a round has.
-        times: For each round the seconds of its forward and backward.
+        flops: Floating point operations of its forward and backward.
+        num_bytes: Counted bytes of its forward and backward.
+        copies: Number of forwards in a round.
+        times: Seconds of its forward and backward, for each round.
     """
 
     kind: Kind
@@ -73,10 +73,10 @@ class Sample:
 
 
 def all_samples(*, scale: int, largest: int = POOL) -> Iterator[Sample]:
-    """Yield what is measured for a dtype.
+    """Yield the samples of a dtype.
 
     Args:
-        scale: Of the large extents: a processor with many units needs larger products to be busy.
+        scale: Factor of the large extents: a processor with many units needs larger products to be busy.
         largest: Elements of the largest tensors of the operations that are counted by bytes.
     """
     large, thin = 512 * scale, 16
@@ -176,10 +176,10 @@ def _attention(b: int, length: int, head: int) -> Sample:
 
 
 def _by_bytes(numel: int) -> Iterator[Sample]:
-    """Yield the operations whose time is that of their bytes, on tensors of so many elements."""
+    """Yield the operations whose time is determined by their bytes, on tensors of `numel` elements."""
     width = min(256, numel // 32)
     rows = numel // width
-    side = 1 << (numel.bit_length() - 1) // 2 - 3  # of 64 images of one channel, or a little less
+    side = 1 << (numel.bit_length() - 1) // 2 - 3  # side of 64 images of one channel, or a little less
 
     def one(operands: Operands) -> list[Tensor]:
         return [operands.take(rows, width)]

@@ -1,8 +1,8 @@
-"""Parameters of a rank: what it has of those of some places of a model, and what they cost in a step.
+"""Parameters of a rank at some places of a model: their sizes and their costs in a step.
 
-Places are numbers: 0 is before the blocks, then each block, and the last one is behind them. A parameter that
-is used at several of them counts once. Where ranks share experts, fewer replicas have the same ones: their
-parameters are summed up apart, at the costs of these replicas (`ParameterCosts.of_experts`).
+Places are numbers: 0 is before the blocks, then each block, and the last one is behind them. A parameter
+that is used at several of them counts once. If ranks share experts, each expert has fewer replicas: expert
+parameters are summed up separately, with the costs of these replicas (`ParameterCosts.of_experts`).
 """
 
 from collections.abc import Iterable
@@ -14,11 +14,11 @@ from colossalai.auto_parallel._setting import ParameterCosts
 
 
 class RankParameters:
-    """What a rank has of the parameters of a model.
+    """The parameters of a model on a rank.
 
     Args:
         inner: The problem of a setting.
-        choice: How each layer is cut.
+        choice: The cut of each layer.
         parts: The parts of the model.
     """
 
@@ -35,15 +35,15 @@ class RankParameters:
         self._known: dict[tuple[int, ...], tuple[tuple[ParameterCosts, ParamSizes], ...]] = {}
 
     def bytes_at(self, places: Iterable[int]) -> float:
-        """Return the bytes of the parameters of some places."""
+        """Return the bytes of the parameters at some places."""
         return sum(sizes.bytes for _, sizes in self._sizes(places))
 
     def trained_bytes_at(self, places: Iterable[int]) -> float:
-        """Return the bytes of those parameters of some places that get gradients."""
+        """Return the bytes of the trained parameters at some places."""
         return sum(sizes.trained_bytes for _, sizes in self._sizes(places))
 
     def states_at(self, places: Iterable[int]) -> dict[str, float]:
-        """Return the bytes of parameters, gradients and states of some places, by kind."""
+        """Return the bytes of parameters, gradients and states at some places, by kind."""
         found: dict[str, float] = {}
         for costs, sizes in self._sizes(places):
             for kind, size in costs.states(sizes).items():
@@ -51,7 +51,7 @@ class RankParameters:
         return found
 
     def seconds_at(self, places: Iterable[int]) -> dict[str, float]:
-        """Return what replicas exchange of some places, and what the optimizer does, in a step."""
+        """Return the seconds of data communication and of the optimizer for some places, in a step."""
         found = self._sizes(places)
         return {
             "data communication": sum(costs.gradient_seconds(sizes) for costs, sizes in found),
@@ -59,15 +59,16 @@ class RankParameters:
         }
 
     def tied_bytes(self) -> float:
-        """Return the bytes of trained parameters that are used both before the blocks and behind them."""
+        """Return the bytes of trained parameters that are used both before and behind the blocks."""
         first, last = 0, len(self._parts.blocks) + 1
         both = self.trained_bytes_at([first, last])
         return self.trained_bytes_at([first]) + self.trained_bytes_at([last]) - both
 
     def gradient_bytes(self, operation: str) -> float:
-        """Return the bytes of the gradients of parameters that the backward of an operation makes.
+        """Return the bytes of parameter gradients that the backward of an operation makes.
 
-        One of a view of a parameter is made where the view is used, and handed on by the view as it is.
+        The gradient of a view of a parameter is made by the user of the view; the view passes it on
+        unchanged.
         """
         costs, trace = self._inner.costs, self._inner.trace
         made = [each.tensor for each in costs.profiles[operation].gradients if each.num_bytes > 0]
@@ -78,7 +79,7 @@ class RankParameters:
         )
 
     def _sizes(self, places: Iterable[int]) -> tuple[tuple[ParameterCosts, ParamSizes], ...]:
-        """Return the sizes of what all replicas have, and of experts that fewer have, with what they cost."""
+        """Return the sizes and costs of fully replicated parameters and of experts with fewer replicas."""
         key = tuple(places)
         if (known := self._known.get(key)) is not None:
             return known

@@ -1,24 +1,25 @@
-"""Moments of a step at which a rank may have its peak, and what gradients take as they arrive.
+"""Moments of a step at which a rank can have its peak, and the memory of accumulating gradients.
 
 [Note: gradients as they arrive]
-`zero_grad` sets gradients to None, so at the end of a forward there are none, and they come as activations
-go. What a rank has when some of them are complete is `held + begun + part * complete` bytes (`begun` from
-the first one on), by how replicas average them:
+`zero_grad` sets gradients to None, so at the end of a forward there are none, and they appear as activations
+are freed. With some of them complete, a rank has `held + begun + part * complete` bytes (`begun` from the
+first gradient on), depending on how replicas average them:
 
-- alone: the gradients. Of several microbatches all but the first find those of the earlier ones, all of them;
-- torch's DDP: its buckets, which are as large as all gradients and always there, and the gradients beside;
+- alone: the gradients. With several microbatches, all but the first start with a complete set of gradients;
+- torch's DDP: its buckets, which are as large as all gradients and persistent, and the gradients in addition;
 - in a pipeline: buckets, of which gradients are parts;
-- ZeRO 1: the same. ZeRO 2: buckets of 25 MB from the first gradient to the mean, two that are averaged and
-  one that is filled, and the slices of means;
-- ZeRO 3 (FSDP2): slices. Parameters outside of the blocks are one unit, which is gathered whenever something
-  is kept, and its full gradients stay to the end. A block's backward has its own gathered parameters and full
-  gradients, the next one's in a buffer, gathered ahead, and those of the one before, which are being reduced.
+- ZeRO 1: the same. ZeRO 2: buckets of 25 MB from the first gradient to the mean, two being averaged and a
+  third being filled, and the slices of means;
+- ZeRO 3 (FSDP2): slices. Parameters outside of the blocks are one unit, which is gathered whenever
+  activations are saved, and its full gradients stay to the end. A block's backward has its own gathered
+  parameters and full gradients, the next one's in a prefetch buffer, and the gradients of the previous one,
+  which are being reduced.
 
-Where the optimizer has float32 masters, gradients become float32, too: of ranks that are alone or in a
-pipeline as they come (`DataMethod.allows_float32_grads`), of ZeRO as slices of means, and of DDP all at the
-update.
+With float32 masters in the optimizer, gradients are cast to float32, too: on ranks that are alone or in a
+pipeline as they arrive (`DataMethod.allows_float32_grads`), under ZeRO as slices of means, and under DDP all
+at the update.
 
-Where ranks share a machine, buckets lie in memory that they share. Each has its own there, and it counts.
+If ranks share a machine, buckets are in shared memory. Each rank has its own part there, which counts.
 """
 
 from dataclasses import dataclass
@@ -31,15 +32,15 @@ _MOST_BUCKETS = 3  # two are averaged, one is filled
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMemory:
-    """What gradients take on a rank; see [Note: gradients as they arrive].
+    """Memory of gradients on a rank; see [Note: gradients as they arrive].
 
     Attributes:
-        held: Bytes that are there even when there is no gradient.
+        held: Bytes that are allocated even without gradients.
         begun: Bytes from the first gradient on.
         part: Bytes for each byte of complete gradients.
         root_part: The same for parameters outside of the blocks.
-        last: Bytes more at the update.
-        width: Bytes of a gradient, where it stays, for each byte of it as it comes.
+        last: Additional bytes at the update.
+        width: Bytes of an accumulated gradient for each byte of a new one.
     """
 
     held: float = 0.0
@@ -53,11 +54,11 @@ class GradientMemory:
 def gradient_memory(
     setting: Setting, total: float, *, is_first: bool, master_ratio: float = 0.0
 ) -> GradientMemory:
-    """Return what gradients take.
+    """Return the memory of gradients.
 
     Args:
         setting: The sizes.
-        total: Bytes of all gradients of a rank as they come, before ZeRO cuts them.
+        total: Bytes of all new gradients of a rank, before ZeRO shards them.
         is_first: Whether this is the backward of the first microbatch.
         master_ratio: Bytes of a float32 master for each byte of its parameter; 0 without masters.
     """
@@ -67,10 +68,10 @@ def gradient_memory(
         return GradientMemory(held=0.0 if is_first else slices, part=1 / setting.data, root_part=1.0)
     one_bucket = min(total, _BUCKET_BYTES) / setting.data if master_ratio else 0.0  # not float32 yet
     if setting.zero == 2:
-        # Of one bucket the mean comes at the end.
+        # With a single bucket, the mean is computed at the end.
         part = width / setting.data if total > _BUCKET_BYTES else 0.0
         begun = min(total, _MOST_BUCKETS * _BUCKET_BYTES)
-        last = 2 * one_bucket + (0.0 if part else slices)  # as it is received, and of its own
+        last = 2 * one_bucket + (0.0 if part else slices)  # the received slice and a float32 copy
         return GradientMemory(
             held=0.0 if is_first else slices, begun=begun, part=part, root_part=part, last=last
         )
@@ -89,13 +90,13 @@ def gradient_memory(
 
 @dataclass(frozen=True, kw_only=True)
 class PeakMoment:
-    """What a rank has at some moment beside its parameters and states.
+    """Memory of a rank at some moment, in addition to its parameters and states.
 
     Attributes:
-        gradients: Gradients of parameters and the memory that they are averaged in.
-        kept: What is kept for the backward.
-        working: What is there for a moment.
-        gathered: Parameters of other ranks.
+        gradients: Gradients of parameters and their buckets.
+        kept: Tensors saved for the backward.
+        working: Temporary tensors.
+        gathered: Gathered parameters of other ranks.
     """
 
     gradients: float
@@ -105,5 +106,5 @@ class PeakMoment:
 
     @property
     def total(self) -> float:
-        """All of it."""
+        """Sum of all fields."""
         return self.gradients + self.kept + self.working + self.gathered

@@ -1,30 +1,31 @@
 """Prediction: the seconds of a step and the peak of bytes of a rank, for a choice under a setting.
 
 [Note: the peak of a step]
-A rank holds its parameters and states. What comes on top is the most of several moments:
+A rank holds its parameters and states. The rest is the maximum over several moments:
 
-- the loss begins its backward: all that is kept, and three times the outputs of the model (a cross entropy's
-  log-softmax, its gradient, and that of the outputs, in float32), unless the loss is one of them;
-- the backward behind the blocks, of its operations one by one (see `_backward_walk`);
-- the blocks as a chain (`checkpoint/_chain.py`), with what is kept before them;
+- the start of the loss's backward: all saved tensors, and three times the outputs of the model (the
+  log-softmax of a cross entropy, its gradient, and that of the outputs, in float32), unless the loss is one
+  of the outputs;
+- the backward behind the blocks, operation by operation (see `_backward_walk`);
+- the blocks as a chain (`checkpoint/_chain.py`), with the tensors saved before them;
 - the backward before the blocks, when no block keeps anything;
-- the update, when there are only gradients.
+- the update, with gradients only.
 
-At each of them there are as many gradients as have come, see [Note: gradients as they arrive]. A stage of a
-pipeline keeps as many microbatches as the schedule has under way there. All but the first microbatch find the
-gradients of those before; the new gradient of an operation stands beside them until it is added.
+At each of them, the memory of gradients follows from [Note: gradients as they arrive]. A stage of a pipeline
+keeps as many microbatches as the schedule has in flight there. All but the first microbatch start with
+existing gradients; the new gradient of an operation is alive in addition until it is accumulated.
 
-That leaves something out: outputs that the caller holds, gradients of several branches at once. How much is
-known for a model that is neither cut nor recomputed, whose walk (`trace/_live_bytes.py`) leaves nothing out.
-The difference, for a rank's part of the batch, is added to the working memory under every setting.
+This omits some bytes: outputs held by the caller, simultaneous gradients of several branches. Their amount is
+known for a model that is neither cut nor recomputed, from a complete walk (`trace/_live_bytes.py`). The
+difference, for a rank's part of the batch, is added to the working memory under every setting.
 
 [Note: rows of experts]
-In a trace experts are grouped products, of rows of tokens with the matrices of their experts. A loop over
-experts keeps the rows that it adds to its result besides (`index_add_` asks for their shape in its backward).
-It takes the matrices of one expert out of those of all, and the gradient of that is as large as all of them,
-with zeros for the others: one, its sum with those before, and that sum are there at once, beside the sums of
-the other matrices. Where ranks share experts, rows are there in the order of the sender, of the receiver, and
-of the experts for a moment. All three were found by counting.
+In a trace, experts are grouped products of rows of tokens with the matrices of their experts. A loop over
+experts also saves the rows that it adds to its result (the backward of `index_add_` needs their shape). It
+selects the matrices of one expert from those of all, and the gradient of that selection is as large as all
+matrices, with zeros for the others: such a gradient, its accumulated sum and the new sum are alive at once,
+in addition to the sums of the other matrices. If ranks share experts, rows exist in the order of the sender,
+of the receiver, and of the experts at the same time. All three effects were found by counting.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
@@ -46,22 +47,22 @@ from colossalai.pipeline import Costs, Replay, make_schedule, partition_balanced
 from colossalai.runtime import RecomputeSegment
 
 SCHEDULE = "1f1b"
-_LOSS_TENSORS = 3  # as large as the outputs
+_LOSS_TENSORS = 3  # each as large as the outputs
 _ROWS_OF_EXPERTS = 3  # see [Note: rows of experts]
 _Found = TypeVar("_Found")
-_STATISTIC_BYTES = 4  # of a number of a channel: batch norms compute in float32
-_STATISTIC_CALLS = (20, 14)  # operations over channels of a batch norm over all replicas, by `shardformer`
+_STATISTIC_BYTES = 4  # bytes of a number of a channel: batch norms compute in float32
+_STATISTIC_CALLS = (20, 14)  # channel operations of a batch norm over all replicas, in `shardformer`
 _DATA_AXIS, _PIPELINE_AXIS = "0", "1"  # of a mesh of (data, pipeline, tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OutsideBytes:
-    """What operations outside of the blocks take, for a rank's part of the batch.
+    """Bytes of operations outside of the blocks, for a rank's part of the batch.
 
     Attributes:
-        saved: What their backward keeps.
-        forward_peak: The most that one of them needs for a moment in the forward.
-        backward_peak: The same in the backward, with its gradients.
+        saved: Bytes saved for their backward.
+        forward_peak: Largest temporary bytes of one of them in the forward.
+        backward_peak: The same in the backward, including gradients.
     """
 
     saved: float
@@ -71,12 +72,12 @@ class OutsideBytes:
 
 @dataclass(frozen=True, kw_only=True)
 class Prediction:
-    """What a step takes.
+    """Predicted costs of a step.
 
     Attributes:
-        seconds: By what they are for; their sum is the step.
-        bytes: By what they are for, of the rank that needs most; their sum is its peak.
-        segments: What is recomputed, by the numbers of blocks.
+        seconds: Seconds by purpose; their sum is the step.
+        bytes: Bytes by purpose, of the rank that needs most; their sum is its peak.
+        segments: The recomputed segments, by the numbers of blocks.
     """
 
     seconds: Mapping[str, float]
@@ -95,13 +96,13 @@ class Prediction:
 
 
 class Predictor:
-    """Predicts what a choice takes.
+    """Predicts the costs of a choice.
 
     Args:
         inner: The problem of a setting.
-        choice: How each layer is cut.
+        choice: The cut of each layer.
         parts: The parts of the model.
-        left_out: Bytes of the whole batch that this prediction leaves out, see [Note: the peak of a step].
+        left_out: Bytes that the prediction omits, for the whole batch; see [Note: the peak of a step].
         has_loss: Whether a loss of the outputs is computed outside of the model.
     """
 
@@ -126,7 +127,7 @@ class Predictor:
                 )
                 transfers[site.operations[0]] = transfers.get(site.operations[0], Seconds()) + found
         for each in parts.experts if self._setting.expert > 1 else ():
-            # Rows go to the experts of their choice and come back, and so do their gradients.
+            # Rows are sent to their experts and back, and so are their gradients.
             both = 2 * self._inner.params.speed.cost(
                 "all_to_all", self._costs.activation_bytes(each.rows) * self._setting.share, _DATA_AXIS
             )
@@ -154,10 +155,10 @@ class Predictor:
         )
 
     def _statistics_of_all(self, operation: Operation) -> Seconds:
-        """Return what a batch norm takes for statistics of all replicas.
+        """Return the additional seconds of a batch norm with statistics over all replicas.
 
-        They exchange two numbers of each channel in the forward, and two sums in the backward; what is made
-        of these numbers is some operations that cost little but their calls.
+        They exchange two numbers per channel in the forward, and two sums in the backward. The operations on
+        these numbers cost little more than their calls.
         """
         num_channels = self._trace.tensors[operation.outputs[0]].shape[1] * self._divided(operation.name)
         num_bytes = 2.0 * _STATISTIC_BYTES * num_channels
@@ -173,7 +174,7 @@ class Predictor:
 
     @cached_property
     def chain(self) -> Chain | None:
-        """The blocks as a chain; None if they are none."""
+        """The blocks as a chain. None if they do not form one."""
         parts = self._parts
         if not parts.is_chain:
             return None
@@ -196,7 +197,7 @@ class Predictor:
         return Chain(tuple(replace(each, name=name) for name, each in found))
 
     def _equal_blocks(self) -> tuple[int, ...]:
-        """Return for each block the first one that is equal to it and cut in the same way."""
+        """Return for each block the first block that is equal to it and has the same cuts."""
         inner, strategies = self._inner, self._inner.strategies
         firsts: dict[object, int] = {}
         found = []
@@ -219,17 +220,17 @@ class Predictor:
         return tuple(found)
 
     def _of_blocks(self, ask: Callable[[int], _Found]) -> tuple[_Found, ...]:
-        """Return what is asked of each block by its number; of equal ones, the first is asked."""
+        """Return the value of a function for each block by its number, computed once for equal blocks."""
         known = {number: ask(number) for number in dict.fromkeys(self._alike)}
         return tuple(known[number] for number in self._alike)
 
     @property
     def least_seconds(self) -> float:
-        """Seconds that a step takes at least: what it computes, however it is split into stages.
+        """Lower bound of the seconds of a step: its computation, for any split into stages.
 
-        Of m microbatches, stage i begins after one microbatch has passed the stages before it, and computes
-        all: a step takes sum(t_j, j < i) + m * t_i at least, for every i. For p stages whose t_i have a given
-        sum, the largest of these is least where all are equal: sum / (1 - (1 - 1 / m) ** p).
+        With m microbatches, stage i begins after one microbatch has passed the earlier stages, and computes
+        all m: a step takes at least sum(t_j, j < i) + m * t_i, for every i. For p stages whose t_i have a
+        given sum, the largest of these is least if all are equal: sum / (1 - (1 - 1 / m) ** p).
         """
         setting = self._setting
         total = sum(each.total for each in (*self._compute_of, *self._transfer_of))
@@ -237,16 +238,16 @@ class Predictor:
 
     @property
     def least_bytes(self) -> tuple[float, float]:
-        """Bytes when the backward begins, whatever of the blocks is recomputed, and those at the update."""
+        """Lower bounds of the bytes when the backward begins, for any recomputation, and at the update."""
         memory, saved_before = self._memory, self._saved(self._parts.before)
         begin = self._beside_chain(memory)
-        # As many gradients of all parameters as of those of blocks is no more than there are.
+        # The part of all gradients as if all parameters were in blocks: a lower bound.
         gradients = memory.begun + memory.part * self._params.trained_bytes_at(range(len(self._compute_of)))
         return begin + self._saved(self._parts.after), begin - saved_before + gradients
 
     @property
     def _memory(self) -> GradientMemory:
-        """What gradients take where they take most: all but the first microbatch find some."""
+        """Memory of gradients in the worst microbatch: all but the first start with gradients."""
         total = self._params.trained_bytes_at(range(len(self._compute_of)))
         return self._gradient_memory(total, is_first=self._setting.microbatches == 1)
 
@@ -255,7 +256,7 @@ class Predictor:
         return gradient_memory(self._setting, total, is_first=is_first, master_ratio=ratio)
 
     def _beside_chain(self, memory: GradientMemory) -> float:
-        """Return the bytes that are there while the blocks run, and what is behind them."""
+        """Return the bytes that are alive while the blocks and the operations behind them run."""
         stage = range(len(self._compute_of))
         states = self._params.states_at(stage)
         root, _ = self._gathered(stage, self._parts.before, self._parts.after)
@@ -263,11 +264,11 @@ class Predictor:
         return states_bytes + memory.held + root + self._saved(self._parts.before) + self._left_out
 
     def chain_with_head(self) -> tuple[Chain, float] | None:
-        """Return the blocks and what is behind them as a chain, and the bytes beside it: what rotor solves.
+        """Return the chain of the blocks and the head, and the bytes in addition to it: the input of rotor.
 
-        Rotor keeps all of the last block of a chain, and nothing else can be done with the head. So a bound
-        of the chain is one of the moments of [Note: the peak of a step] that depend on what is recomputed.
-        None if the blocks are no chain.
+        Rotor keeps all of the last block of a chain, and the head cannot be recomputed anyway. So a bound of
+        the chain bounds the moments of [Note: the peak of a step] that depend on recomputation. None if the
+        blocks do not form a chain.
         """
         chain, parts = self.chain, self._parts
         if chain is None:
@@ -277,7 +278,7 @@ class Predictor:
         _, largest = self._gathered(stage, parts.before, parts.after)
         entry = chain.blocks[-1].output_bytes
         head = ChainBlock(
-            name="",  # of no block
+            name="",  # not a block
             forward_s=0.0,
             backward_s=0.0,
             saved_bytes=round(max(self._saved(parts.after) - entry, 0.0)),  # its input counts as the output
@@ -287,7 +288,7 @@ class Predictor:
             backward_peak=round(self._backward_walk(parts.after, memory.root_part) + largest),
             gradient_bytes=round(
                 memory.root_part * self._params.trained_bytes_at([stage[-1]])
-                # A tied one waits for that before the blocks.
+                # The gradient of a tied parameter waits for the one before the blocks.
                 + max(1 - memory.root_part, 0.0) * self._params.tied_bytes()
             ),
         )
@@ -295,7 +296,7 @@ class Predictor:
         return Chain(blocks), self._beside_chain(memory) + memory.begun
 
     def outside_of_blocks(self) -> tuple[OutsideBytes, OutsideBytes]:
-        """Return what is taken before the blocks, and behind them."""
+        """Return the bytes of the operations before the blocks, and behind them."""
         before, after = (
             OutsideBytes(
                 saved=self._saved(operations),
@@ -307,7 +308,7 @@ class Predictor:
         return before, after
 
     def predict(self, segments: Sequence[RecomputeSegment] = ()) -> Prediction:
-        """Return what a step takes if some segments of the blocks are recomputed."""
+        """Return the costs of a step with some recomputed segments of the blocks."""
         repeats = self._repeats(segments)
         if self._setting.pipeline > 1:
             return self._predict_pipeline(segments, repeats)
@@ -368,7 +369,7 @@ class Predictor:
         return Prediction(seconds={**seconds, **slowest}, bytes=most, segments=tuple(segments))
 
     def stages(self) -> list[list[int]]:
-        """Return for each stage its places: 0 is what is before the blocks, the last what is behind them."""
+        """Return the places of each stage: 0 is before the blocks, the last one behind them."""
         weights = [self._params.bytes_at([place + 1]) for place in range(len(self._parts.within))]
         split = _balanced(tuple(weights), self._setting.pipeline)
         found = [[place + 1 for part in parts for place in range(*part)] for parts in split]
@@ -380,12 +381,12 @@ class Predictor:
     def _peak(
         self, stage: Sequence[int], segments: Sequence[RecomputeSegment], *, live: int
     ) -> dict[str, float]:
-        """Return the bytes at the peak of a rank by what they are for.
+        """Return the bytes at the peak of a rank, by purpose.
 
         Args:
-            stage: The places that it has, see `stages`.
-            segments: Those of its blocks.
-            live: Microbatches that it keeps at a time.
+            stage: The places of its stage, see `stages`.
+            segments: The recomputed segments of its blocks.
+            live: Number of microbatches in flight.
         """
         found = self._params.states_at(stage)
         total = self._params.trained_bytes_at(stage)
@@ -394,7 +395,7 @@ class Predictor:
         moments: list[PeakMoment] = []
         for is_first in (True, False) if several else (True,):
             memory = self._gradient_memory(total, is_first=is_first)
-            # A stage that has run forward all there is has one less of it when the second one runs backward.
+            # If all microbatches fit in flight, one fewer is alive when the second one runs backward.
             num_live = live if is_first or self._setting.microbatches > live else live - 1
             moments += self._moments(stage, segments, memory, num_live)
         most = max(moments, key=lambda each: each.total)
@@ -406,7 +407,7 @@ class Predictor:
     def _moments(
         self, stage: Sequence[int], segments: Sequence[RecomputeSegment], memory: GradientMemory, live: int
     ) -> Iterator[PeakMoment]:
-        """Yield what a rank has at the moments of a backward, for `_peak`."""
+        """Yield the memory of a rank at the moments of a backward, for `_peak`."""
         parts, num_blocks = self._parts, len(self._parts.blocks)
         numbers = [place - 1 for place in stage if 1 <= place <= num_blocks]
         first, last = (numbers[0], numbers[-1] + 1) if numbers else (0, 0)
@@ -415,7 +416,7 @@ class Predictor:
         saved_before, saved_after = self._saved(before), self._saved(after)
         kept, cost = self._kept_and_peak(first, last, segments, memory)
         others = (live - 1) * (saved_before + kept + saved_after)
-        if self._setting.pipeline > 1:  # outputs that are kept for their gradients, and messages under way
+        if self._setting.pipeline > 1:  # outputs kept for their gradients, and messages in flight
             others += (live + 1) * self._size(parts.outputs[0])
         behind = self._params.trained_bytes_at([num_blocks + 1]) if after else 0.0
         tied = self._params.tied_bytes() if before and after else 0.0
@@ -433,7 +434,7 @@ class Predictor:
             working=self._backward_walk(after, memory.root_part),
             gathered=root + largest,
         )
-        # The gradient of a tied weight, until its last one has come.
+        # The gradient of a tied weight, until its last part arrives.
         waiting = tied * max(1 - memory.root_part, 0.0)
         yield PeakMoment(
             gradients=base + memory.root_part * behind + cost.gradients_at_peak,
@@ -453,13 +454,13 @@ class Predictor:
         most = max(complete, base + memory.part * of_blocks + memory.root_part * outside)
         yield PeakMoment(  # the update
             gradients=most + memory.last,
-            gathered=2 * root,  # what is to be reduced, and what of it is
+            gathered=2 * root,  # the gradients to reduce, and the reduced ones
         )
 
     def _kept_and_peak(
         self, first: int, last: int, segments: Sequence[RecomputeSegment], memory: GradientMemory
     ) -> tuple[float, ChainCost]:
-        """Return what is kept of blocks at the end of the forward, and the peak of their chain."""
+        """Return the bytes that blocks keep at the end of the forward, and the peak of their chain."""
         chain = self.chain
         if first == last:
             return 0.0, ChainCost(0.0, 0, ())
@@ -481,7 +482,7 @@ class Predictor:
         return float(kept), simulate(Chain(blocks), moved)
 
     def _blocks_with_params(self, part: float) -> tuple[ChainBlock, ...]:
-        """Return the blocks with the gradients of their parameters, and parameters that are gathered.
+        """Return the blocks with the gradients of their parameters, and with gathered parameters.
 
         Args:
             part: Bytes for each byte of complete gradients.
@@ -514,15 +515,15 @@ class Predictor:
     def _backward_walk(
         self, operations: Sequence[str], part: float, *, without: Collection[str] = ()
     ) -> float:
-        """Return the most bytes that the backward of some operations takes beside what they keep.
+        """Return the peak of the backward of some operations, relative to their saved bytes.
 
-        Their backwards run one by one, the last one first: what each takes for a moment and the gradients of
-        its parameters, those that have come before, and less of what was kept.
+        Their backwards run one by one, the last one first: each has its temporaries and the gradients of its
+        parameters, plus the gradients so far, minus the saved bytes that are already freed.
 
         Args:
-            operations: In the order of the forward.
+            operations: Operations in the order of the forward.
             part: Bytes for each byte of complete gradients.
-            without: Tensors that do not count among what is kept.
+            without: Tensors that do not count as saved.
         """
         tensors, extra = self._costs.saved_by
         seen: set[str] = set(without)
@@ -530,7 +531,7 @@ class Predictor:
         made = {
             each for name in operations for each in self._trace.operations[self._trace.places[name]].outputs
         }
-        for name in operations:  # what several save goes with the backward of the first of them
+        for name in operations:  # shared saved tensors are freed with the backward of their first user
             saved = [each for each in self._costs.profiles[name].saved if each in made - seen]
             seen.update(saved)
             of_batch = extra.get(name, 0.0) * self._divided(name)
@@ -538,7 +539,7 @@ class Predictor:
             lets_go[name] = of_batch * self._setting.share + self._casts_of(name)
         most = complete = gone = 0.0
         width = self._gradient_memory(0.0, is_first=True).width
-        copied = width if width > 1 else 0.0  # to float32, while it is there as it came
+        copied = width if width > 1 else 0.0  # a cast to float32 is alive together with its source
         for name in reversed(operations):
             own = self._params.gradient_bytes(name)
             moment = self._transient((name,), is_backward=True)
@@ -548,7 +549,7 @@ class Predictor:
         return most
 
     def _loss_bytes(self) -> float:
-        """Return what a loss takes at the begin of its backward; see [Note: the peak of a step]."""
+        """Return the bytes of a loss at the start of its backward; see [Note: the peak of a step]."""
         tensors = self._trace.tensors
         outputs = [name for name in self._trace.outputs if tensors[name].dtype.is_floating_point]
         if not self._has_loss or any(tensors[name].numel == 1 for name in outputs):
@@ -572,7 +573,7 @@ class Predictor:
         )
 
     def _repeats(self, segments: Sequence[RecomputeSegment]) -> list[int]:
-        """Return how often the forward of each block is run again."""
+        """Return the number of additional forwards of each block."""
         chain = self.chain
         if chain is None:
             return [0] * len(self._parts.blocks)
@@ -595,7 +596,7 @@ class Predictor:
         return round(self._costs.activation_bytes(name) * self._setting.share * self._part_of(name))
 
     def _saved(self, operations: Iterable[str], *, without: Iterable[str] = ()) -> float:
-        """Return the bytes that are kept of what some operations make, for a rank's part of the batch."""
+        """Return the saved bytes of the outputs of some operations, for a rank's part of the batch."""
         tensors, extra = self._costs.saved_by
         left_out, operations = set(without), tuple(operations)
         found = 0.0
@@ -609,11 +610,11 @@ class Predictor:
         return found * self._setting.share + sum(map(self._casts_of, operations))
 
     def _casts_of(self, operation: str) -> float:
-        """Return the bytes of the casts of parameters that an operation keeps on a rank."""
+        """Return the bytes of the parameter casts that an operation keeps on a rank."""
         return self._costs.casts_of_weights.get(operation, 0.0) * self._divided(operation)
 
     def _divided(self, operation: str) -> float:
-        """Return which part of the work of an operation a rank has."""
+        """Return the fraction of the work of an operation on a rank."""
         number = self._inner.strategies.site_of.get(operation)
         if number is not None:
             return 1 / self._setting.tensor if self._choice.strategies[number].is_cut else 1.0
@@ -621,7 +622,7 @@ class Predictor:
         return 1 / self._setting.tensor if group is not None and self._choice.are_cut[group] else 1.0
 
     def _transient(self, operations: Iterable[str], *, is_backward: bool) -> float:
-        """Return the most bytes that one of some operations needs for a moment, with its gradients."""
+        """Return the largest temporary bytes of one of some operations, including its gradients."""
         most = 0.0
         for name in operations:
             profile, undivided = self._costs.profiles[name], 0.0
@@ -655,6 +656,6 @@ def _balanced(weights: tuple[float, ...], num_stages: int) -> tuple[tuple[tuple[
 
 
 def _moved(segment: RecomputeSegment, by: int) -> RecomputeSegment:
-    """Return a segment counted from another block."""
+    """Return a segment with its block numbers shifted."""
     inner = tuple(_moved(each, by) for each in segment.inner)
     return replace(segment, first=segment.first + by, last=segment.last + by, inner=inner)

@@ -1,16 +1,16 @@
 """Choice problem: one option for each node of a graph, least seconds within a budget of bytes.
 
-An option is a way to run a part of the model. It costs seconds and bytes of its own, and seconds with the
-option of each neighbour in the graph: the conversion of what one hands to the other. Here are the problem and
-its answers as values, and two ways to make a problem smaller before it is solved.
+An option is a way to run a part of the model. It has its own seconds and bytes, and seconds that depend on
+the option of each neighbor in the graph: the conversion of tensors between the two. This module has the
+problem and its answers as values, and two ways to make a problem smaller before it is solved.
 
 [Note: dominated options]
-Let another option of the same node cost no more, keep no more memory, and cost no more with any option of any
-neighbour. In whatever solution the first one stands, the other can stand in its place: no dearer and no
-larger. So the optimum for every budget, and without one, survives when the first is dropped. Options that
-drop at a node take columns from the comparisons at its neighbours, which are therefore looked at again. Of
-options that dominate each other the first is kept. What no allowed solution holds is dropped too: an option
-with infinite cost, or that a neighbour has no option to go with.
+An option is dominated if another option of the same node costs no more, keeps no more memory, and costs no
+more with any option of any neighbor. In every solution the other option can replace it, at no higher cost and
+no larger size. So the optimum for every budget, and without one, survives when the dominated one is dropped.
+Dropping an option of a node removes columns from the comparisons at its neighbors, which are therefore
+checked again. Of options that dominate each other the first is kept. Options that no allowed solution
+contains are dropped too: options of infinite cost, or incompatible with all options of a neighbor.
 """
 
 import math
@@ -32,7 +32,7 @@ class BudgetError(ValueError):
     """No allowed choice keeps within the budget.
 
     Attributes:
-        least_bytes: The smallest memory that an allowed choice needs; math.inf: no choice is allowed.
+        least_bytes: Smallest memory of an allowed choice. math.inf: no choice is allowed.
     """
 
     def __init__(self, message: str, least_bytes: float) -> None:
@@ -45,17 +45,17 @@ class BudgetError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceProblem:
-    """Which option each node of a graph takes.
+    """A choice of one option for each node of a graph.
 
     Attributes:
-        names: What a node is called in errors.
+        names: Names of the nodes, for errors.
         costs: Seconds, [node][option]; math.inf forbids the option.
         memory: Bytes, [node][option].
         edges: For pairs of nodes a < b the seconds [option of a][option of b]; math.inf forbids the pair.
 
     Raises:
         ValueError: The shapes disagree, a node has no option, an edge is not between two nodes a < b, seconds
-            are negative or no number, or bytes are negative or not finite.
+            are negative or not a number, or bytes are negative or not finite.
     """
 
     names: tuple[str, ...]
@@ -79,8 +79,8 @@ class ChoiceProblem:
                 raise ValueError(f"node {name!r} costs {costs}: give 0 seconds or more, math.inf forbids")
             if not all(0 <= size < math.inf for size in memory):
                 raise ValueError(
-                    f"node {name!r} keeps {memory}: give finite bytes of 0 or more; what is not allowed "
-                    "costs math.inf seconds"
+                    f"node {name!r} keeps {memory}: give finite bytes of 0 or more; give math.inf seconds to "
+                    "an option that is not allowed"
                 )
         for (a, b), table in self.edges.items():
             self._check_edge(a, b, table)
@@ -89,12 +89,12 @@ class ChoiceProblem:
         """Return the problem with other seconds and bytes of its options, and with the same edges.
 
         Raises:
-            ValueError: `costs` or `memory` has another number of options, or values that are refused.
+            ValueError: `costs` or `memory` has another number of options, or invalid values.
         """
         alone = ChoiceProblem(names=self.names, costs=costs, memory=memory, edges={})
         if alone.num_options != self.num_options:
             raise ValueError(f"{alone.num_options} options: the edges are those of {self.num_options}")
-        # Edges were checked, and made into arrays, with this problem.
+        # Edges were checked and converted to arrays with this problem.
         alone.__dict__.update(edges=self.edges, edge_arrays=self.edge_arrays)
         return alone
 
@@ -129,12 +129,12 @@ class ChoiceProblem:
 
     @cached_property
     def edge_arrays(self) -> dict[tuple[int, int], Floats]:
-        """`edges`, for arithmetic; in ascending order, whatever the order of the mapping."""
+        """`edges`, for arithmetic; in ascending order, independent of the order of the mapping."""
         return {pair: np.array(self.edges[pair], dtype=np.float64) for pair in sorted(self.edges)}
 
     @cached_property
     def tables_of(self) -> tuple[dict[int, Floats], ...]:
-        """For each node its neighbours, with the seconds [own option][option of the neighbour]."""
+        """Neighbors of each node, with the seconds [own option][option of the neighbor]."""
         tables: tuple[dict[int, Floats], ...] = tuple({} for _ in self.names)
         for (a, b), table in self.edge_arrays.items():
             tables[a][b] = table
@@ -170,14 +170,14 @@ class ChoiceProblem:
 
 @dataclass(frozen=True, kw_only=True)
 class ChoiceSolution:
-    """A choice, and how good it is known to be.
+    """A choice with a bound of its quality.
 
     Attributes:
         options: The option of each node.
         cost: Its seconds.
         memory: Its bytes.
-        bound: No choice within the budget takes fewer seconds, up to the rounding of float64.
-        method: What was needed last: "elimination", "price" or "ilp".
+        bound: Lower bound of the seconds of all choices within the budget, up to the rounding of float64.
+        method: Last method that was needed: "elimination", "price" or "ilp".
     """
 
     options: Options
@@ -188,24 +188,24 @@ class ChoiceSolution:
 
     @property
     def gap(self) -> float:
-        """Which part of the cost a better choice could save at most."""
+        """Largest fraction of the cost that a better choice could save."""
         return (self.cost - self.bound) / self.cost if self.cost else 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class MergedChoices:
-    """A problem whose nodes stand for classes of nodes of another one.
+    """A problem whose nodes represent classes of nodes of another one.
 
     Attributes:
         problem: One node for each class, in the order of their first members.
-        numbers: For each node of the original the number of its class.
+        numbers: Number of the class of each node of the original.
     """
 
     problem: ChoiceProblem
     numbers: tuple[int, ...]
 
     def with_more(self, costs_of: Callable[[int], Sequence[float]]) -> "MergedChoices":
-        """Return the same with more seconds: those of a node of the original, equal within a class."""
+        """Return the same with additional seconds of each node of the original, equal within a class."""
         firsts: dict[int, int] = {}
         for node, number in enumerate(self.numbers):
             firsts.setdefault(number, node)
@@ -219,7 +219,7 @@ class MergedChoices:
         return MergedChoices(problem=self.problem.with_own(more, self.problem.memory), numbers=self.numbers)
 
     def expand(self, options: Sequence[int]) -> Options:
-        """Return the choice of the original that a choice of `problem` means.
+        """Return the choice of the original for a choice of `problem`.
 
         Raises:
             ValueError: `options` is not one option of each class.
@@ -232,14 +232,14 @@ class MergedChoices:
 
 
 def merge_equal(problem: ChoiceProblem, classes: Sequence[Hashable]) -> MergedChoices:
-    """Let nodes of the same class take the same option: 96 equal layers are then as few variables as one.
+    """Give nodes of the same class the same option: 96 equal layers are then as few variables as one.
 
-    Costs and memory add. So do the edges between two classes; an edge inside one adds its diagonal to the
-    cost.
+    Costs and memory are summed. So are the edges between two classes; an edge inside one adds its diagonal to
+    the cost.
 
     Args:
         problem: The problem.
-        classes: For each node what it is equal to.
+        classes: Class of each node.
 
     Raises:
         ValueError: `classes` is not one for each node, or two nodes of a class differ in their number of
@@ -268,7 +268,7 @@ def merge_equal(problem: ChoiceProblem, classes: Sequence[Hashable]) -> MergedCh
         if pair[0] == pair[1]:
             costs[pair[0]] = costs[pair[0]] + table.diagonal()
             continue
-        # Nodes of one class may stand on either side of an edge; between two classes there is one table.
+        # Nodes of one class can be at either end of an edge; between two classes there is one table.
         if pair[0] > pair[1]:
             pair, table = pair[::-1], table.T
         edges[pair] = edges[pair] + table if pair in edges else table
@@ -287,10 +287,10 @@ def merge_equal(problem: ChoiceProblem, classes: Sequence[Hashable]) -> MergedCh
 def drop_dominated(problem: ChoiceProblem) -> tuple[ChoiceProblem, tuple[Options, ...]]:
     """Drop options that no budget needs; see [Note: dominated options].
 
-    Every node keeps one option at least: where no choice is allowed, none is afterwards.
+    Every node keeps at least one option: if no choice is allowed, none is afterwards.
 
     Returns:
-        The smaller problem, and for each node the original numbers of the options that it has there.
+        The smaller problem, and for each node the original numbers of its remaining options.
     """
     kept = [np.arange(count) for count in problem.num_options]
     waiting = deque(range(len(kept)))
@@ -307,12 +307,12 @@ def drop_dominated(problem: ChoiceProblem) -> tuple[ChoiceProblem, tuple[Options
 
 
 def _undominated(rows: Sequence[Floats]) -> Booleans:
-    """Return which options stay; each of `rows` is of shape (options, things to compare)."""
+    """Return a mask of the options to keep; each of `rows` is of shape (options, values to compare)."""
     allowed: Booleans = np.logical_and.reduce([np.isfinite(row).any(axis=1) for row in rows])
     if not allowed.any():
-        allowed[0] = True  # nothing is allowed: what is left says so
+        allowed[0] = True  # no choice is allowed: the remaining option is forbidden, too
         return allowed
-    # Pairs are compared in all columns at once; inf <= inf: what both forbid keeps neither.
+    # Pairs are compared in all columns at once. Since inf <= inf, a column that both forbid protects neither.
     joined = np.concatenate(rows, axis=1)
     no_dearer: Booleans = np.logical_and.reduce(
         joined[:, None] <= joined[None], axis=2
@@ -324,7 +324,7 @@ def _undominated(rows: Sequence[Floats]) -> Booleans:
 
 
 def restrict(problem: ChoiceProblem, kept: Sequence[Sequence[int]]) -> ChoiceProblem:
-    """Return the problem with only some options, given by their numbers for each node."""
+    """Return the problem with some of the options, given by their numbers for each node."""
     if all(len(each) == count for each, count in zip(kept, problem.num_options, strict=True)):
         return problem
     indices = [np.asarray(each, dtype=np.int64) for each in kept]

@@ -1,22 +1,23 @@
 """Elimination of variables: the exact optimum of a choice problem whose graph is narrow.
 
-Nodes leave the graph one after the other. One that leaves tells its neighbours, for each combination of
-their options, what it costs at best: a table over the neighbours, who are joined from then on. Graphs of
-models are narrow (treewidth at most 5 for transformers), so a greedy order keeps these tables small. What
-happens in which order is found out once, and then run for many prices of memory.
+Nodes are removed from the graph one after the other. Removing a node yields its least cost for each
+combination of its neighbors' options: a table over the neighbors, which are joined from then on. Graphs of
+models are narrow (treewidth at most 5 for transformers), so a greedy order keeps these tables small. The
+order is computed once, and then run for many prices of memory.
 
 The method is bucket elimination, R. Dechter (Artificial Intelligence 113, 1999), in the algebra of minimum
 and sum; the order is greedy, U. Kjaerulff, "Triangulation of Graphs" (R-90-09, Aalborg 1990).
 
 [Note: tables of an elimination]
-The bucket of a node holds its own costs, the edges to neighbours that leave later, and the tables that it was
-told by nodes that left before. Its scope is the node and those neighbours, in the order in which they leave;
-all axes of all tables stand in this order, so the first axis of whatever lies in a bucket is the bucket's own
-node, and the minimum over the first axis is the table that goes on, to the bucket of the second node of the
-scope. Buckets with these as parents are trees. The minimum of everything, given the option of one node
-(`min_marginals`), needs a second pass from the roots: a bucket is told by its parent what everything but its
-own subtree costs, which is the minimum of the parent's sum without what this bucket had told it. The sum is
-taken anew for each child, from partial sums: a difference would lose digits, and has no value at inf - inf.
+The bucket of a node has its own costs, the edges to neighbors that are removed later, and the tables of its
+children, nodes removed before. Its scope is the node and those neighbors, in the order of removal; all axes
+of all tables have this order, so the first axis of every table in a bucket is the bucket's own node, and the
+minimum over the first axis is the table for the parent, the bucket of the second node of the scope. Buckets
+with these parents form trees. The minimum over all choices, given the option of one node (`min_marginals`),
+needs a second pass from the roots: a parent passes to each bucket the cost of everything outside of the
+bucket's subtree, which is the minimum of the parent's sum without the table of this bucket. The sum is
+computed for each child separately, from partial sums: a difference would lose digits, and is undefined at
+inf - inf.
 """
 
 import heapq
@@ -41,8 +42,8 @@ from colossalai.auto_parallel.solver._choice import (
 Shape = tuple[int, ...]
 
 LARGEST_TABLE = 50_000_000
-"""Entries of the largest table over which a minimum is taken; it is in memory one option of its node at a
-time, which for 15 options is 27 MB."""
+"""Entries of the largest table over which a minimum is taken; it is computed one option of its node at a
+time, which for 15 options takes 27 MB."""
 
 _LARGEST_AT_ONCE = 1 << 20  # entries of the largest tables of several problems together
 _AT_ONCE = 1 << 15  # entries below which the whole table of a bucket is cheaper than a loop over options
@@ -50,13 +51,12 @@ _AT_ONCE = 1 << 15  # entries below which the whole table of a bucket is cheaper
 
 @dataclass(frozen=True, kw_only=True)
 class EliminatedNode:
-    """What happens when a node leaves the graph; see [Note: tables of an elimination].
+    """The removal of a node from the graph; see [Note: tables of an elimination].
 
     Attributes:
-        scope: The node, and its neighbours at that moment in the order in which they leave.
+        scope: The node, and its neighbors at that moment in the order of removal.
         shape: The number of options of each node of the scope.
-        edges: The neighbours to which it has edges of the problem, each with the shape that broadcasts the
-            table to `shape`.
+        edges: Neighbors with edges of the problem, each with the shape that broadcasts the table to `shape`.
         children: The nodes whose tables are added up, each with such a shape.
     """
 
@@ -74,8 +74,8 @@ class EliminatedNode:
 class Elimination:
     """The elimination of the nodes of a problem, to be run for any price of memory.
 
-    An edge of zeros joins nothing, and one to a node with a single option is a cost of the other node:
-    neither is in the graph.
+    The graph omits edges of zeros, which join nothing, and edges to a node with a single option, which are
+    costs of the other node.
     """
 
     def __init__(self, problem: ChoiceProblem) -> None:
@@ -100,12 +100,12 @@ class Elimination:
 
     @property
     def width(self) -> int:
-        """The largest number of neighbours that a node leaves."""
+        """The largest number of neighbors of a node at its removal."""
         return max((len(bucket.scope) - 1 for bucket in self.buckets), default=0)
 
     @cached_property
     def largest(self) -> EliminatedNode | None:
-        """The bucket of the largest table; None: there are no nodes."""
+        """The bucket of the largest table. None: there are no nodes."""
         return max(self.buckets, key=lambda bucket: bucket.num_entries, default=None)
 
     @property
@@ -115,7 +115,7 @@ class Elimination:
 
     @property
     def num_kept(self) -> int:
-        """The entries of all tables that buckets tell their parents."""
+        """The entries of all tables that buckets pass to their parents."""
         return sum(bucket.num_entries // bucket.shape[0] for bucket in self.buckets)
 
     def check_size(self) -> None:
@@ -136,24 +136,24 @@ class Elimination:
     def minimize(self, price: float = 0.0) -> tuple[float, Options]:
         """Return the least cost + price * memory, and a choice that has it.
 
-        A node that could take several options, given its neighbours', takes the first. Where no choice is
-        allowed the minimum is math.inf.
+        Among equally good options of a node, given its neighbors', the first is chosen. If no choice is
+        allowed, the minimum is math.inf.
         """
         told: dict[int, Floats] = {}
         best: dict[int, npt.NDArray[np.unsignedinteger]] = {}
         total = 0.0
         for bucket in self.buckets:
             node = bucket.scope[0]
-            # The axis of the node is gone from `value`; what it took is looked up when its scope has options.
+            # The axis of the node is reduced in `value`; its option is looked up once its scope has options.
             value, best[node] = _minimum(self._sum_parts(bucket, told, price), bucket.shape)
             for child, _ in bucket.children:
-                del told[child]  # nobody asks for it again
+                del told[child]  # not needed again: free the table
             if len(bucket.scope) == 1:
                 total += float(value)
             else:
                 told[node] = value
         options = [0] * len(self._own)
-        for bucket in reversed(self.buckets):  # whoever left later has an option by now
+        for bucket in reversed(self.buckets):  # nodes that were removed later already have an option
             node, *others = bucket.scope
             options[node] = int(best[node][tuple(options[other] for other in others)])
         return total, tuple(options)
@@ -162,8 +162,8 @@ class Elimination:
         """Return the least costs of several problems with the edges of this one.
 
         Args:
-            costs: For each node (options, problems).
-            num_problems: How many they are.
+            costs: Costs of each node, (options, problems).
+            num_problems: Number of problems.
         """
         at_once = max(_LARGEST_AT_ONCE // (1 if self.largest is None else self.largest.num_entries), 1)
         if num_problems > at_once:
@@ -190,12 +190,12 @@ class Elimination:
         return total
 
     def cheapest_first(self) -> Iterator[tuple[float, Options]]:
-        """Yield all choices that are allowed with what they cost, the cheapest first.
+        """Yield all allowed choices with their costs, cheapest first.
 
-        Nodes take options in the order opposite to that in which they left. What those that are still
-        without one cost at best is known then: it is what they told. So a heap of choices that are begun
-        yields whole ones in their order (A*), and opens none that is not the begin of one that is next. All
-        tables that buckets tell are kept, as in `min_marginals`.
+        Nodes get options in reverse order of removal. The least cost of the nodes without an option is then
+        known from their tables. So a heap of partial choices yields complete ones in order (A*), and only
+        expands a partial choice if it begins the next complete one. All tables are kept, as in
+        `min_marginals`.
         """
         told: dict[int, Floats] = {}
         for bucket in self.buckets:
@@ -214,20 +214,20 @@ class Elimination:
             bucket = order[len(options)]
             taken = tuple(options[place[other]] for other in bucket.scope[1:])
             row = sum_of(_row(part, taken) for part in self._sum_parts(bucket, told))
-            # By what an option costs above the best one, which thus costs exactly what its begin did: were it
-            # more by a rounding, all other begins would come first, and of equal choices there are many.
+            # Cost relative to the best option, which thus costs exactly as much as its prefix: a rounding
+            # error above it would put all other prefixes first, and there are many equal choices.
             for option, more in enumerate((row - row.min()).tolist()):
                 heapq.heappush(begun, (cost + more, (*options, option)))
 
     def min_marginals(self, price: float = 0.0) -> list[Floats]:
         """Return for each option of each node the least cost + price * memory of a choice that has it.
 
-        Whole tables are made, and all tables that buckets tell are kept: 8 bytes for each of `num_kept`.
+        This computes whole tables, and keeps all tables passed to parents: 8 bytes for each of `num_kept`.
         """
         told: dict[int, Floats] = {}
         for bucket in self.buckets:
             told[bucket.scope[0]] = _minimum(self._sum_parts(bucket, told, price), bucket.shape)[0]
-        # For each bucket what everything but its subtree costs, over the scope without the node itself.
+        # For each bucket the cost of everything outside of its subtree, over the scope without its node.
         roots = [bucket.scope[0] for bucket in self.buckets if len(bucket.scope) == 1]
         outside = dict(zip(roots, _sums_without_each([told[node] for node in roots]), strict=True))
         found: list[Floats] = [np.empty(0)] * len(self._own)
@@ -237,13 +237,13 @@ class Elimination:
             inner = _pick(told, bucket)
             found[node] = sum_of([own, *inner]).reshape(bucket.shape[0], -1).min(axis=1)
             for (child, fit), rest in zip(bucket.children, _sums_without_each(inner), strict=True):
-                # An axis that only this child knows is of extent 1 here: no rest depends on it.
+                # An axis with extent 1 is in the scope of this child only: no rest depends on it.
                 gone = tuple(axis for axis, extent in enumerate(fit) if extent == 1)
                 outside[child] = (own + rest).min(axis=gone)
         return found
 
     def _parts(self, bucket: EliminatedNode, price: float) -> list[Floats]:
-        """Return what a bucket adds up but for its children's tables, each of as many axes as its scope."""
+        """Return the terms of a bucket without its children's tables, each with one axis per scope node."""
         node = bucket.scope[0]
         own = self._own[node] + price * self.problem.memory_arrays[node]
         return [own.reshape(-1, *[1] * (len(bucket.scope) - 1)), *self._edges[node]]
@@ -251,7 +251,7 @@ class Elimination:
     def _sum_parts(
         self, bucket: EliminatedNode, told: Mapping[int, Floats], price: float = 0.0
     ) -> list[Floats]:
-        """Return all that a bucket adds up."""
+        """Return all terms of a bucket."""
         return [*self._parts(bucket, price), *_pick(told, bucket)]
 
     def _table_from(self, node: int, other: int, fit: Shape) -> Floats:
@@ -261,15 +261,15 @@ class Elimination:
 
 @lru_cache(maxsize=64)
 def _lowered(edges: tuple[tuple[int, int], ...], counts: tuple[int, ...]) -> tuple[EliminatedNode, ...]:
-    """Return the buckets of the better one of two greedy orders, by the sum of their tables.
+    """Return the buckets of the better of two greedy orders, by the sum of their tables.
 
-    A search asks for one graph with hundreds of costs, on which no order depends.
+    Cached: a search solves one graph with hundreds of costs, and the order does not depend on them.
 
     Args:
         edges: The pairs of joined nodes, the lower number first.
         counts: The number of options of each node.
     """
-    neighbours = [0] * len(counts)  # as bits: an order is found by unions and counts of neighbours
+    neighbours = [0] * len(counts)  # bit sets: an order takes unions and counts of neighbors
     for a, b in edges:
         neighbours[a] |= 1 << b
         neighbours[b] |= 1 << a
@@ -279,7 +279,7 @@ def _lowered(edges: tuple[tuple[int, int], ...], counts: tuple[int, ...]) -> tup
     )
     cliques = min(orders, key=lambda order: sum(math.prod(counts[n] for n in each) for each in order))
     position = {clique[0]: number for number, clique in enumerate(cliques)}
-    children: dict[int, list[tuple[int, ...]]] = {}  # the scopes of those that tell a node something
+    children: dict[int, list[tuple[int, ...]]] = {}  # scopes of the children of a node
     buckets: list[EliminatedNode] = []
     for node, *others in cliques:
         scope = (node, *sorted(others, key=position.__getitem__))
@@ -303,19 +303,19 @@ def _lowered(edges: tuple[tuple[int, int], ...], counts: tuple[int, ...]) -> tup
 
 
 def _pick(told: Mapping[int, Floats], bucket: EliminatedNode) -> list[Floats]:
-    """Return what the children of a bucket told it, shaped for it."""
+    """Return the tables of the children of a bucket, shaped for it."""
     return [told[child].reshape(fit) for child, fit in bucket.children]
 
 
 def _row(part: Floats, taken: Sequence[int]) -> Floats:
-    """Return the first axis of a table where the others have some indices; an axis of extent 1 has one."""
+    """Return the first axis of a table at given indices of the others; an axis of extent 1 has one."""
     at = [index if extent > 1 else 0 for index, extent in zip(taken, part.shape[1:], strict=True)]
     row: Floats = np.moveaxis(part, 0, -1)[tuple(at)]
     return row
 
 
 def _sums_without_each(parts: Sequence[Floats]) -> list[Floats]:
-    """Return for each part the sum of all others."""
+    """Return for each part the sum of all other parts."""
     zero = np.zeros(())
     before = list(itertools.accumulate(parts, np.add, initial=zero))[:-1]
     after = list(itertools.accumulate(reversed(parts), np.add, initial=zero))[-2::-1]
@@ -328,7 +328,7 @@ def _minimum(
     """Return the minimum of a sum over the first axis, and the first index that has it.
 
     Args:
-        parts: What is added, each broadcastable to `shape`, together of all of it.
+        parts: The terms, each broadcastable to `shape`, which is their common shape.
         shape: The shape of the sum.
     """
     dtype = np.uint8 if shape[0] <= 256 else np.uint32
@@ -349,7 +349,7 @@ def _minimum_of_several(parts: Sequence[Floats], shape: Shape) -> Floats:
     """Return the minimum of sums over the first axis, added in the order of `_minimum`.
 
     Args:
-        parts: What is added, each broadcastable to `shape` and an axis of problems behind it.
+        parts: The terms, each broadcastable to `shape` and a last axis of problems.
         shape: The shape of a sum.
     """
     if math.prod(shape) <= _AT_ONCE:
@@ -361,15 +361,15 @@ def _minimum_of_several(parts: Sequence[Floats], shape: Shape) -> Floats:
 def _greedy_order(
     neighbours: Sequence[int], counts: Sequence[int], rank: Callable[[int, int], tuple[int, int]]
 ) -> list[list[int]]:
-    """Let nodes leave a graph, at each step the one of the lowest rank; of several the first.
+    """Remove nodes from a graph, at each step the first node of the lowest rank.
 
     Args:
-        neighbours: For each node its neighbours, as bits.
+        neighbours: Neighbors of each node, as bits.
         counts: The number of options of each node.
-        rank: Of how many pairs of neighbours would be joined newly, and of the size of the table.
+        rank: Rank of a node, from the number of pairs of neighbors newly joined and the size of its table.
 
     Returns:
-        For each node that leaves: it, and its neighbours at that moment.
+        For each node in order of removal: the node, and its neighbors at that moment.
     """
     joined = list(neighbours)
 
@@ -386,17 +386,17 @@ def _greedy_order(
     while ranks:
         found, node = heapq.heappop(heap)
         if ranks.get(node) != found:
-            continue  # its rank has changed, and the new one is in the heap too
+            continue  # outdated: the heap also has the node with its new rank
         del ranks[node]
         around = joined[node]
         others = _bits(around)
         order.append([node, *others])
-        changed = around  # whose rank may differ: the neighbours, and below all who know a newly joined pair
+        changed = around  # nodes to rank again: the neighbors, and common neighbors of newly joined pairs
         for other in others:
             joined[other] &= ~(1 << node)
         for other in others:
             for new in _bits(around & ~joined[other] & ~(1 << other)):
-                changed |= joined[other] & joined[new]  # of them two neighbours are joined
+                changed |= joined[other] & joined[new]  # two of their neighbors are now joined
                 joined[other] |= 1 << new
                 joined[new] |= 1 << other
         for other in _bits(changed):
@@ -446,7 +446,7 @@ def solve_by_elimination(problem: ChoiceProblem, *, price: float = 0.0) -> Choic
 
 
 def elimination_width(problem: ChoiceProblem) -> int:
-    """Return how many neighbours a node has at most when it leaves: tables have one axis more."""
+    """Return the largest number of neighbors of a node at its removal: tables have one axis more."""
     return Elimination(problem).width
 
 

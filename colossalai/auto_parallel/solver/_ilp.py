@@ -1,8 +1,8 @@
-"""Solver of choice problems: elimination, a price of memory, and an integer program for what is left.
+"""Solver of choice problems: elimination, a price of memory, and an integer program for the remaining gap.
 
-What is cheap comes first. Without a budget, or if the fastest choice fits, one elimination is the exact
+Cheap methods come first. Without a budget, or if the fastest choice fits, one elimination is the exact
 answer. With a budget a price of memory (`_price.py`) gives an answer and a bound; only if their gap is too
-large, an integer linear program (HiGHS, by SciPy) closes it over the options that can still matter.
+large, an integer linear program (HiGHS, by SciPy) closes it over the options that are not excluded yet.
 
 [Note: choices as an integer program]
 A variable x[i, s] is 1 if node i takes option s; those of a node add up to 1. A variable y[i, j, s, t]
@@ -10,11 +10,11 @@ between 0 and 1 is 1 if the edge (i, j) has options s and t:
 
     sum over t of y[i, j, s, t] = x[i, s],    sum over s of y[i, j, s, t] = x[j, t]
 
-so it is an integer where the x are. Pairs that are forbidden have no y. The budget is one row, in which each
-node counts what its option keeps beyond its smallest one. HiGHS lets a row be off by 1e-6 and stops at a gap
-of 1e-6, whatever the units: seconds and bytes are scaled to numbers of about 1e4, so that neither shows. What
-it answers is rounded and counted again; over the budget, it is asked again with a budget that is lower by the
-tolerance, and the bound stays that of the first answer.
+so y is an integer if x is. Forbidden pairs have no y. The budget is one row, in which each node counts the
+bytes of its option beyond its smallest one. HiGHS has a row tolerance of 1e-6 and stops at a gap of 1e-6, in
+any units: seconds and bytes are scaled to numbers of about 1e4, so that neither matters. Its result is
+rounded and counted exactly; if it exceeds the budget, the program is solved again with a budget that is lower
+by the tolerance, and the bound remains that of the first result.
 """
 
 import math
@@ -41,14 +41,14 @@ from colossalai.auto_parallel.solver._price import (
     search_price,
 )
 
-_SCALE = 1e4  # what seconds and bytes are scaled to, see [Note: choices as an integer program]
-_TOLERANCE = 1e-6  # by which HiGHS lets a row be off
+_SCALE = 1e4  # magnitude of scaled seconds and bytes, see [Note: choices as an integer program]
+_TOLERANCE = 1e-6  # row tolerance of HiGHS
 _INFEASIBLE = 2  # a status of scipy.optimize.milp
-_LEAST_S = 0.1  # what the integer program has at least, where nothing else has an answer
+_LEAST_S = 0.1  # least seconds of the integer program, even if the time is up
 
 
 class _Found(NamedTuple):
-    """A choice, a bound of all choices within the budget, and what was needed last."""
+    """A choice, a bound of all choices within the budget, and the last method that was needed."""
 
     options: Options
     bound: float
@@ -56,11 +56,11 @@ class _Found(NamedTuple):
 
 
 class _Answer(NamedTuple):
-    """What an integer program answered.
+    """Result of an integer program.
 
     Attributes:
-        options: The best choice that was found; None: none.
-        bound: No choice costs less; math.inf: there is none.
+        options: The best choice found. None: none was found.
+        bound: Lower bound of the cost. math.inf: no choice is feasible.
     """
 
     options: Options | None
@@ -70,16 +70,16 @@ class _Answer(NamedTuple):
 def solve_choices(
     problem: ChoiceProblem, *, budget: float | None = None, time_limit: float = 10.0, gap: float = 1e-3
 ) -> ChoiceSolution:
-    """Return a choice of the least seconds within a budget of bytes, and how good it is.
+    """Return a choice of the least seconds within a budget of bytes, and a bound of its quality.
 
     The same problem has the same answer in every process, unless the time ends the search. An elimination or
-    a step of HiGHS is not interrupted, so the limit may be exceeded by one of them.
+    a step of HiGHS is not interrupted, so one of them can exceed the limit.
 
     Args:
         problem: The problem.
-        budget: Bytes; None: as many as it takes.
+        budget: Bytes. None: no limit.
         time_limit: Seconds after which the best choice so far is returned.
-        gap: Which part of the seconds need not be saved: the search ends when the bound is that near.
+        gap: Gap at which the search stops, as a fraction of the seconds.
 
     Raises:
         ValueError: `budget` or `gap` is negative, `time_limit` is not above 0, or SciPy is needed and not
@@ -117,7 +117,7 @@ def _original(options: Options, kept: Sequence[Options]) -> Options:
 
 
 def _memory_alone(problem: ChoiceProblem) -> ChoiceProblem:
-    """Return the problem whose costs are bytes, with the same options and pairs allowed."""
+    """Return the problem with bytes as costs, with the same options and pairs allowed."""
     pairs = problem.edge_arrays.items()
     costs = zip(problem.cost_arrays, problem.memory_arrays, strict=True)
     return problem_of(
@@ -144,8 +144,8 @@ def _by_elimination(
     priced = search_price(elimination, budget=budget, smallest=smallest, cheapest=cheapest, gap=gap, end=end)
     if priced.is_within(gap) or time.monotonic() > end:
         return _Found(priced.options, priced.bound, "price")
-    # What can still matter is faster than this; if nothing is, this is a bound. (A little less than the gap:
-    # it must not be exceeded by the rounding of this very line.)
+    # All remaining options have to be faster than this limit, which is a bound if there are none. (It is a
+    # little less than the gap, so that the rounding of this very line does not exceed it.)
     limit = priced.cost * (1 - max(0.999 * gap, ROUNDING))
     left, kept = problem, None
     if can_rule_out(elimination, least_memory):
@@ -197,10 +197,10 @@ def _ask_highs(
 
     Args:
         problem: The problem.
-        budget: Bytes; math.inf: as many as it takes.
+        budget: Bytes. math.inf: no limit.
         gap: The relative gap at which HiGHS stops.
-        unit: About the seconds of the answer; None: they are estimated.
-        end: When to stop, in seconds of `time.monotonic`.
+        unit: Approximate seconds of the answer. None: they are estimated.
+        end: Time to stop, in seconds of `time.monotonic`.
     """
     program = IntegerProgram(problem, unit=unit)
     limit, bound = budget, None
@@ -221,13 +221,13 @@ class IntegerProgram:
 
     Args:
         problem: The problem.
-        unit: About the seconds of the answer; None: they are estimated.
+        unit: Approximate seconds of the answer. None: they are estimated.
     """
 
     def __init__(self, problem: ChoiceProblem, *, unit: float | None) -> None:
         self._optimize, self._sparse = _scipy()
         self.counts = problem.num_options
-        self._firsts = np.cumsum([0, *self.counts])  # the columns of a node begin here, then those of edges
+        self._firsts = np.cumsum([0, *self.counts])  # first column of each node; columns of edges follow
         spare = [size - size.min() for size in problem.memory_arrays]
         self._least_bytes = math.fsum(size.min() for size in problem.memory_arrays)
         self.memory_unit = max((float(size.max()) for size in spare), default=0.0) / _SCALE or 1.0
@@ -239,7 +239,7 @@ class IntegerProgram:
             own, other = np.nonzero(np.isfinite(table))
             pairs = num_columns + np.arange(len(own))
             costs.append(table[own, other])
-            # One row for each option of either node: its pairs add up to it.
+            # One row for each option of either node: the sum of its pairs equals its variable.
             for node, options in ((a, own), (b, other)):
                 each = np.arange(self.counts[node])
                 rows += [num_rows + options, num_rows + each]
@@ -262,7 +262,7 @@ class IntegerProgram:
         """Return the best values of the variables, None if none were found, and a bound of the cost.
 
         Args:
-            budget: Bytes; math.inf: as many as it takes.
+            budget: Bytes. math.inf: no limit.
             gap: The relative gap at which HiGHS stops.
             seconds: The time limit.
         """
@@ -289,13 +289,13 @@ class IntegerProgram:
         return result.x, 0.0 if bound is None else max(0.0, float(bound) * self._unit)
 
     def options_of(self, x: Floats) -> Options:
-        """Return the choice that values of the variables mean."""
+        """Return the choice for values of the variables."""
         starts = self._firsts[:-1].tolist()
         return tuple(int(x[s : s + n].argmax()) for s, n in zip(starts, self.counts, strict=True))
 
 
 def _estimate(problem: ChoiceProblem) -> float:
-    """Return a number of about the size of the cost: what it is at least, or the median of what is not 0."""
+    """Return the magnitude of the cost: a lower bound of it, or the median of the nonzero values."""
     parts = [*problem.cost_arrays, *problem.edge_arrays.values()]
     least = sum(float(part.min()) for part in parts)
     if 0 < least < math.inf:

@@ -1,24 +1,24 @@
 """Price of memory: choices within a budget, and a bound of all of them, from eliminations without one.
 
 [Note: price of memory]
-A budget couples all nodes, so no elimination can keep it. A price can stand for it: for seconds c, bytes m, a
-budget B and a price p >= 0,
+A budget couples all nodes, so elimination cannot enforce it. A price can replace it: for seconds c, bytes m,
+a budget B and a price p >= 0,
 
     g(p) = min over all choices of (c + p m) - p B
 
-is no more than the seconds of any choice within B, whose m - B is not positive: a lower bound for each p
+is at most the seconds of any choice within B, whose m - B is not positive: a lower bound for each p
 (Lagrangian duality; H. Everett, "Generalized Lagrange Multiplier Method", Operations Research 11, 1963). The
-choice that has the minimum is the cheapest of all that are no larger, so one that is within B is good too.
+minimizing choice is the cheapest of all that are no larger, so if it is within B it is a good answer too.
 
 The best p is found with a line in the plane of (m, c), from the smallest choice, which is within B, to the
-cheapest one, which is not. Its slope is the next price. What has the minimum there lies below the line, and
-becomes the one end or the other. If nothing lies below it, both ends have the minimum, and no other price
-gives a higher bound. Five to fifteen eliminations do, fewer than bisection of a range of prices.
+cheapest one, which is not. Its slope is the next price. The minimizer at that price is below the line, and
+replaces one of the ends. If no choice is below the line, both ends are minimizers, and no other price gives a
+higher bound. This takes five to fifteen eliminations, fewer than a bisection over prices.
 
-What remains is a gap, since no choice need lie where the line crosses B. Two things narrow it. Nodes in which
-the two ends differ fall into parts that no edge joins; each part changes seconds and bytes on its own, and
-those that save most for their bytes are taken as long as they fit. And with the minimum for each option
-(`Elimination.min_marginals`) options are ruled out that stand in no choice within B below a given cost.
+A gap remains, since there need not be a choice where the line crosses B. Two steps narrow it. Nodes in which
+the two ends differ form components; each component changes seconds and bytes independently, and those that
+save most per byte are taken as long as they fit. And with the minimum for each option
+(`Elimination.min_marginals`) options are ruled out that are in no choice within B below a given cost.
 """
 
 import math
@@ -32,19 +32,19 @@ from colossalai.auto_parallel.solver._choice import ChoiceProblem, Floats, Optio
 from colossalai.auto_parallel.solver._elimination import Elimination
 
 ROUNDING = 1e-12
-"""The part of a sum of seconds that float64 may lose: what is closer counts as equal."""
+"""Relative rounding error of a sum of seconds in float64: closer values count as equal."""
 
-_MOST_ENTRIES = 1 << 24  # of the tables of a second pass, all of which are in memory
+_MOST_ENTRIES = 1 << 24  # entries of the tables of a second pass, which are all in memory
 
 
 @dataclass(frozen=True, kw_only=True)
 class PricedChoice:
-    """What a search for the price of memory found.
+    """Result of a search for the price of memory.
 
     Attributes:
-        options: The cheapest choice within the budget that was met.
+        options: The cheapest choice found within the budget.
         cost: Its seconds.
-        bound: No choice within the budget takes fewer seconds.
+        bound: Lower bound of the seconds of all choices within the budget.
         price: Seconds per byte at which `bound` was found.
     """
 
@@ -54,7 +54,7 @@ class PricedChoice:
     price: float
 
     def is_within(self, gap: float) -> bool:
-        """Whether no choice saves more than this part of the cost."""
+        """Whether no choice saves more than this fraction of the cost."""
         return self.cost - self.bound <= max(gap, ROUNDING) * self.cost
 
 
@@ -67,15 +67,15 @@ def search_price(
     gap: float,
     end: float = math.inf,
 ) -> PricedChoice:
-    """Search the price of memory with the best bound; see [Note: price of memory].
+    """Search for the price of memory with the best bound; see [Note: price of memory].
 
     Args:
         elimination: The elimination of the problem.
         budget: Bytes.
         smallest: A choice within the budget, of the least memory that is allowed.
         cheapest: The choice of the least cost, which is not within the budget.
-        gap: Which part of the cost need not be saved.
-        end: When to stop, in seconds of `time.monotonic`.
+        gap: Gap at which the search stops, as a fraction of the cost.
+        end: Time to stop, in seconds of `time.monotonic`.
     """
     problem = elimination.problem
     small, cheap = smallest, cheapest
@@ -96,7 +96,7 @@ def search_price(
         small = found
         if problem.cost_of(small) < cost:
             best, cost = small, problem.cost_of(small)
-    # Either may be the better start: the best that was met, and the last ends of the line mixed.
+    # Try both starts: the best choice found, and a mix of the last ends of the line.
     for options in (best, mix(problem, small, cheap, budget=budget)):
         polished = polish(problem, options, budget=budget)
         if problem.cost_of(polished) < cost:
@@ -105,9 +105,10 @@ def search_price(
 
 
 def mix(problem: ChoiceProblem, small: Options, cheap: Options, *, budget: float) -> Options:
-    """Give a choice within the budget the parts of a cheaper one that save most for their bytes, if they fit.
+    """Move a choice towards a cheaper one, component by component, as long as the budget allows.
 
-    Parts are sets of nodes with different options that no edge joins; see [Note: price of memory].
+    Components are connected sets of nodes with different options, taken by the seconds saved per byte; see
+    [Note: price of memory].
     """
     differ = {node for node, (a, b) in enumerate(zip(small, cheap, strict=True)) if a != b}
     cost, memory = problem.cost_of(small), problem.memory_of(small)
@@ -128,7 +129,7 @@ def mix(problem: ChoiceProblem, small: Options, cheap: Options, *, budget: float
 
 
 def _part_of(problem: ChoiceProblem, first: int, nodes: set[int]) -> set[int]:
-    """Return those of some nodes that edges between them join to the first."""
+    """Return the connected component of the first node among some nodes."""
     part, waiting = {first}, [first]
     while waiting:
         for other in problem.tables_of[waiting.pop()]:
@@ -143,9 +144,9 @@ def _with_part(options: Options, other: Options, part: set[int]) -> Options:
 
 
 def polish(problem: ChoiceProblem, options: Options, *, budget: float) -> Options:
-    """Change one node at a time, as long as that saves seconds and stays within the budget."""
+    """Change one node at a time, as long as this saves seconds and stays within the budget."""
     current, changes = options, True
-    while changes:  # a change may free bytes for any node: all are looked at again
+    while changes:  # a change can free bytes for any node: check all again
         changes = False
         memory = problem.memory_of(current)
         for node, sizes in enumerate(problem.memory_arrays):
@@ -156,13 +157,13 @@ def polish(problem: ChoiceProblem, options: Options, *, budget: float) -> Option
             if not fitting[new] < costs[option] * (1 - ROUNDING):
                 continue
             tried = (*current[:node], new, *current[node + 1 :])
-            if problem.memory_of(tried) <= budget:  # the difference above may have lost a digit
+            if problem.memory_of(tried) <= budget:  # the difference above can have a rounding error
                 current, memory, changes = tried, problem.memory_of(tried), True
     return current
 
 
 def _costs_of(problem: ChoiceProblem, node: int, options: Sequence[int]) -> Floats:
-    """Return the seconds of each option of a node, with those of its neighbours as they are."""
+    """Return the seconds of each option of a node, with the options of its neighbors fixed."""
     tables = problem.tables_of[node].items()
     return sum_of([problem.cost_arrays[node], *(table[:, options[other]] for other, table in tables)])
 
@@ -170,18 +171,18 @@ def _costs_of(problem: ChoiceProblem, node: int, options: Sequence[int]) -> Floa
 def rule_out(
     elimination: Elimination, least_memory: Elimination, *, budget: float, price: float, limit: float
 ) -> tuple[ChoiceProblem, tuple[Options, ...]] | None:
-    """Keep the options that may stand in a choice within the budget of at most `limit` seconds.
+    """Keep the options that can be in a choice within the budget of at most `limit` seconds.
 
     Args:
         elimination: The elimination of the problem.
         least_memory: The elimination of memory alone.
         budget: Bytes.
-        price: Seconds per byte: where the bound is best, most is ruled out.
+        price: Seconds per byte. The price of the best bound rules out most options.
         limit: Seconds.
 
     Returns:
-        The smaller problem, and for each node the numbers of the options that it has there. None: a node has
-        none, so no choice within the budget takes at most `limit`.
+        The smaller problem, and for each node the numbers of its remaining options. None: a node has none, so
+        no choice within the budget takes at most `limit`.
     """
     kept: list[Options] = []
     costs, sizes = elimination.min_marginals(price), least_memory.min_marginals()
@@ -192,7 +193,7 @@ def rule_out(
 
 
 def can_rule_out(*eliminations: Elimination) -> bool:
-    """Whether the tables of a second pass are small enough to be in memory together."""
+    """Whether the tables of a second pass fit into memory together."""
     return all(
         each.num_kept + (each.largest.num_entries if each.largest else 0) <= _MOST_ENTRIES
         for each in eliminations

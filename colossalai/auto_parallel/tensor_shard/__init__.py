@@ -1,4 +1,4 @@
-"""The older door to Colossal-Auto: a module that is trained like the model that was given.
+"""The older interface of Colossal-Auto: a module that trains like the given model.
 
 For users: `autoparallelize`, `initialize_model`, `initialize_device_mesh`, also as `tensor_shard.initialize`.
 """

@@ -1,4 +1,4 @@
-"""The ranks of a job as a grid: how they are given, and how fast their links are."""
+"""The ranks of a job as a grid: its arguments, and the speed of its links."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -25,17 +25,18 @@ def initialize_device_mesh(
     """Return the ranks as a grid.
 
     Args:
-        world_size: Number of ranks; -1: that of the job.
-        physical_devices: The global ranks; default: all, in order.
-        alpha_beta_dict: For pairs of ranks the seconds of a message, however short, and the seconds per byte.
-            An axis is as fast as the slowest pair of neighbours along it. Default: not known.
-        logical_mesh_shape: Extents of the grid, outermost first; default: those of `logical_mesh_id`, or one
-            axis with all ranks, which a plan may divide in any way.
+        world_size: Number of ranks. -1: the world size of the job.
+        physical_devices: The global ranks. Default: all, in order.
+        alpha_beta_dict: For pairs of ranks, the latency of a message in seconds, and the seconds per byte. An
+            axis is as fast as the slowest pair of neighbors along it. Default: unknown.
+        logical_mesh_shape: Extents of the grid, outermost first. Default: those of `logical_mesh_id`, or one
+            axis with all ranks, which a plan can divide in any way.
         logical_mesh_id: The ranks at their places in the grid.
 
     Raises:
-        ValueError: `world_size` is not that of the job, `physical_devices` are not so many, the grid is not
-            of these ranks, `alpha_beta_dict` has no pair of an axis, or an argument is of another type.
+        ValueError: `world_size` differs from the job's, `physical_devices` has another number of ranks, the
+            grid does not consist of these ranks, `alpha_beta_dict` lacks all pairs of an axis, or an argument
+            has another type.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     _check_kinds(
@@ -65,10 +66,10 @@ def initialize_device_mesh(
 def _check_kinds(
     *, physical_devices: object, alpha_beta_dict: object, logical_mesh_shape: object, logical_mesh_id: object
 ) -> None:
-    """Refuse arguments of a grid that are of another type.
+    """Refuse arguments of a grid with other types.
 
     Raises:
-        ValueError: An argument is of another type.
+        ValueError: An argument has another type.
     """
     for name, value in (
         ("physical_devices", physical_devices),
@@ -96,10 +97,10 @@ def _check_kinds(
 
 
 def _line_of_axis(mesh: DeviceMesh, axis: int, known: AlphaBetas) -> tuple[float, float]:
-    """Return alpha and beta of the slowest neighbours along an axis.
+    """Return alpha and beta of the slowest neighbors along an axis.
 
     Raises:
-        ValueError: `known` has none of them.
+        ValueError: `known` has no pair of neighbors.
     """
     places = mesh.logical_mesh_id.movedim(axis, -1).flatten(0, -2) if len(mesh.shape) > 1 else None
     rows = mesh.logical_mesh_id[None] if places is None else places
@@ -119,10 +120,10 @@ def _line_of_axis(mesh: DeviceMesh, axis: int, known: AlphaBetas) -> tuple[float
 
 
 def check_mesh(mesh: DeviceMesh, num_ranks: int) -> None:
-    """Refuse a grid that is not that of the ranks of the job.
+    """Check that a grid consists of the ranks of the job.
 
     Raises:
-        ValueError: `mesh` is not a `DeviceMesh`, or one of another number of ranks.
+        ValueError: `mesh` is not a `DeviceMesh`, or has another number of ranks.
     """
     if not isinstance(mesh, DeviceMesh):
         raise ValueError(
@@ -137,10 +138,10 @@ def check_mesh(mesh: DeviceMesh, num_ranks: int) -> None:
 
 
 def profile_of(mesh: DeviceMesh) -> MachineProfile:
-    """Return the shipped profile, with the links that a grid knows."""
+    """Return the shipped profile with the links of a grid, if it has any."""
     profile = machine_of(None)
     if all(value == 1 for value in (*mesh.mesh_alpha, *mesh.mesh_beta)):
-        return profile  # what stands for "not known"
+        return profile  # the values of an unknown speed
     levels, within = [], 1
     for axis in reversed(range(len(mesh.shape))):
         within *= mesh.shape[axis]

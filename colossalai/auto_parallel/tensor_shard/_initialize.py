@@ -1,7 +1,7 @@
-"""`autoparallelize` and its neighbours: a plan of data and tensor parallelism, carried out on a module.
+"""`autoparallelize` and `initialize_model`: a plan of data and tensor parallelism, carried out on a module.
 
-What is trained is the model that was given, cut in place. The plans are those of `make_plan` but for ZeRO and
-pipelines, which need an optimizer or a training loop that knows of them; here any optimizer works.
+The given model is cut in place and trained. The plans are those of `make_plan` without ZeRO and pipelines,
+which need support by the optimizer or the training loop; here any optimizer works.
 """
 
 import math
@@ -56,38 +56,40 @@ def autoparallelize(  # noqa: PLR0913 - the documented arguments
     return_solution: bool = False,
     memory_budget: float = -1.0,
 ) -> Any:
-    """Cut a model over the ranks of the job as is fastest, and return the module to train; all ranks call it.
+    """Cut a model over the ranks of the job in the fastest way, and return the module to train; collective.
 
-    A normal training loop follows: the module's parameters are those of `model`, of some of which a rank has
-    its slice, under the same names and with their `ShardingSpec`; any optimizer works, gradients are complete
+    A normal training loop follows: the module has the parameters of `model`, some of them as slices of this
+    rank, under the same names and with their `ShardingSpec`; any optimizer works, gradients are complete
     after `backward()`, and `torch.nn.utils.clip_grad_norm_` takes the norm of whole gradients.
 
     Args:
         model: The model, with the same values on all ranks or not; it is changed in place.
-        meta_args: Arguments of its forward by name, for the whole batch; tensors may be on the meta device.
-            What is not among them cannot be given to the module later.
-        data_loader: Where there are no `meta_args`: yields the batches.
-        data_process_func: Makes arguments of the forward of what the loader yields; default: it yields them.
-        alpha_beta_dict: See `initialize_device_mesh`, as the next two.
+        meta_args: Arguments of its forward by name, for the whole batch. Tensors can be on the meta device.
+            The module does not accept other arguments later.
+        data_loader: Batches to take the arguments from, instead of `meta_args`.
+        data_process_func: Function from a batch to the arguments of the forward. Default: the batch itself.
+        alpha_beta_dict: See `initialize_device_mesh`, as for the next two.
         logical_mesh_shape: Extents of the grid of ranks.
         logical_mesh_id: The ranks at their places in it.
-        solver_preference: "standard": what is fastest; "tp": tensor parallelism alone; "dp": data parallelism
-            alone.
-        dataloader_option: "replicated": the module takes the whole batch on every rank, and its outputs are
-            those of the whole batch; "distributed": it takes this rank's part, of which the loss is a mean.
+        solver_preference: "standard": the fastest plan; "tp": only tensor parallelism; "dp": only data
+            parallelism.
+        dataloader_option: "replicated": the module takes the whole batch on every rank, and returns the
+            outputs of the whole batch; "distributed": it takes this rank's part, and the loss is the mean of
+            that part.
         shard_option: "standard": parameters are cut if that is faster; "shard": some are cut;
             "shard_last_axis": they are cut over the last axis of the grid; "full_shard": over all ranks.
-        save_solver_solution: Write the plan to `solver_solution_path`, which `load_plan` reads.
-        load_solver_solution: Take the plan of that file in the place of solving.
+        save_solver_solution: Whether to write the plan to `solver_solution_path`, for `load_plan`.
+        load_solver_solution: Whether to load the plan from that file instead of solving.
         solver_solution_path: The file.
-        return_solution: Return (module, solution): one line for each operation, how it is cut.
-        memory_budget: Bytes of a rank, the states of AdamW included; not above 0: any. A plan for a budget is
-            run for a step with a copy of the model, and made again where it takes more, as by `make_plan`.
+        return_solution: Whether to return (module, solution), with a line on the cut of each operation.
+        memory_budget: Bytes of a rank, including the states of AdamW; not above 0: no limit. A plan for a
+            budget is run for a step with a copy of the model, and made again if it takes more, as by
+            `make_plan`.
 
     Raises:
         ValueError: `meta_args` and `data_loader` are both missing or both given, `meta_args` does not fit the
             model, an option is unknown or contradicts another one, no plan fits into `memory_budget`, or
-            `solver_solution_path` is missing, or the plan of another trace. Nothing has been changed then.
+            `solver_solution_path` is missing, or has the plan of another trace. The model is then unchanged.
     """
     given: list[Any] = []
 
@@ -125,15 +127,15 @@ def _given_arguments(
     data_loader: Iterable[Any] | None,
     data_process_func: Callable[[Any], Mapping[str, Any]] | None,
 ) -> Mapping[str, Any]:
-    """Return the arguments of a forward: those that are given, or those of the first batch of a loader.
+    """Return the arguments of a forward: given ones, or those of the first batch of a loader.
 
     Raises:
         ValueError: `meta_args` and `data_loader` are both given or both missing, `data_process_func` is given
-            without a loader, `data_loader` is empty or not iterable, or what it yields is not a mapping.
+            without a loader, `data_loader` is empty or not iterable, or does not yield a mapping.
     """
     if meta_args is not None:
         if data_loader is not None:
-            raise ValueError("meta_args and data_loader both say what the forward takes: give one of them")
+            raise ValueError("meta_args and data_loader both define the arguments: give one of them")
         if data_process_func is not None:
             raise ValueError(
                 "data_process_func makes arguments of what a data_loader yields, and meta_args are given: "
@@ -184,25 +186,26 @@ def initialize_model(
     solution_path: str | os.PathLike[str] | None = None,
     return_solution: bool = False,
 ) -> Any:
-    """Do what `autoparallelize` does, over a grid of ranks that is given.
+    """Apply `autoparallelize` to a given grid of ranks.
 
     Args:
-        model: As of `autoparallelize`, like all that are not named here.
+        model: The model, as for `autoparallelize`; so are all arguments not described here.
         meta_args: The arguments of its forward.
-        device_mesh: All ranks of the job. Of a grid of several axes the first ones are for data, or the last
-            ones for tensor parallelism, or all of them for one of both.
-        memory_budget: Bytes of a rank; not above 0: any.
-        overlap: Exchange gradients in buckets while the backward runs; otherwise all together behind it.
+        device_mesh: All ranks of the job. In a grid of several axes the first ones are for data parallelism,
+            or the last ones for tensor parallelism, or all of them for one of both.
+        memory_budget: Bytes of a rank; not above 0: no limit.
+        overlap: Whether to average gradients in buckets while the backward runs; otherwise all together
+            afterwards.
         solver_preference: "standard", "tp" or "dp".
         dataloader_option: "replicated" or "distributed".
         shard_option: "standard", "shard", "shard_last_axis" or "full_shard".
-        save_solver_solution: Write the plan to `solution_path`.
-        load_solver_solution: Read it from there.
+        save_solver_solution: Whether to write the plan to `solution_path`.
+        load_solver_solution: Whether to load it from there.
         solution_path: The file.
-        return_solution: Return (module, solution).
+        return_solution: Whether to return (module, solution).
 
     Raises:
-        ValueError: `device_mesh` is not that of all ranks of the job, or what `autoparallelize` refuses.
+        ValueError: `device_mesh` does not consist of all ranks of the job, or `autoparallelize` would raise.
     """
     num_ranks = dist.get_world_size() if dist.is_initialized() else 1
     options = {
@@ -218,7 +221,7 @@ def initialize_model(
     def checked() -> dict[str, str]:
         check_options(solver_preference, dataloader_option, shard_option)
         if (save_solver_solution or load_solver_solution) and solution_path is None:
-            raise ValueError("a solution is to be saved or loaded, and no path says where: give its path")
+            raise ValueError("a solution is to be saved or loaded without a path: give its path")
         if not isinstance(solution_path, str | os.PathLike | None):
             raise ValueError(f"the path of the solution is {solution_path!r}: give a str or a Path")
         if not is_number(memory_budget) or math.isnan(memory_budget) or memory_budget == math.inf:
@@ -292,7 +295,7 @@ def _solved(
     scale: float,
     arguments: Mapping[str, Any] | None,
 ) -> tuple[AutoPlan, list[WholeOutputs]]:
-    """Return the best plan, without replicas where their outputs do not make those of the whole batch."""
+    """Return the best plan, without replicas if the whole outputs do not follow from theirs."""
     plan = problem.best_plan(allowed, memory_budget=budget, scale=scale)
     try:
         return plan, _outputs_of(problem, plan, arguments)
@@ -306,15 +309,15 @@ def _solved(
 def _outputs_of(
     problem: PlanProblem, plan: AutoPlan, arguments: Mapping[str, Any] | None
 ) -> list[WholeOutputs]:
-    """Return how outputs of parts of the batch make those of the whole; empty where no rank needs to know.
+    """Return the reduction from outputs of parts of the batch to the whole; empty if no rank needs it.
 
     Args:
         problem: The problem.
-        plan: An answer.
-        arguments: Those of the forward, if it takes the whole batch.
+        plan: Its plan.
+        arguments: Arguments of the forward, if it takes the whole batch.
 
     Raises:
-        ValueError: Outputs of the model are neither samples nor means nor sums over them.
+        ValueError: The model has outputs that are neither samples nor means nor sums over them.
     """
     num_parts = plan.setting.data
     if arguments is None or num_parts == 1:
@@ -333,8 +336,8 @@ def _loaded(
     """Return the plan of a file.
 
     Raises:
-        ValueError: The file at `path` is missing, or is of another trace, or of a layout that is not allowed,
-            or its plan takes more than `budget`.
+        ValueError: The file at `path` is missing, has the plan of another trace or of a layout that is not
+            allowed, or its plan takes more than `budget`.
     """
     plan = load_plan(os.fspath(path))
     if plan.digest != problem.trace.digest:
@@ -358,11 +361,11 @@ def _loaded(
 
 
 def solution_of(plan: AutoPlan, problem: PlanProblem) -> list[str]:
-    """Return for each operation of a model's trace a line that says how it is cut.
+    """Return a line on the cut of each operation in a model's trace.
 
     Args:
         plan: The plan.
-        problem: What it answers.
+        problem: The problem that it solves.
     """
     strategies = find_strategies(problem.trace, problem.model, plan.setting.tensor)
     parts = {f"{name}.{key}".strip(".") for name, rule in plan.rules.items() for key in _giving_parts(rule)}
@@ -381,7 +384,7 @@ def solution_of(plan: AutoPlan, problem: PlanProblem) -> list[str]:
 
 
 def _giving_parts(rule: Rule) -> tuple[str, ...]:
-    """Return the names of the layers of a rule whose results are parts of the features."""
+    """Return the names of the layers of a rule that output parts of the features."""
     return (*rule.columns, *rule.channel_norms)
 
 
@@ -394,7 +397,7 @@ def _carried_out(
     names: Sequence[str],
     outputs: Sequence[WholeOutputs],
 ) -> ModelWrapper:
-    """Return the module that trains a model by a plan."""
+    """Return the module that trains a model under a plan."""
     lowered = plan.runtime_plan()
     layout = lowered.layout
     assert layout is not None, "a produced plan says its layout"
@@ -418,6 +421,6 @@ def _carried_out(
     }
     if cut:
         follow_cuts(model, mesh.axis("tp"), cut)
-    for each in outputs:  # one, if the module takes a batch that ranks share
+    for each in outputs:  # one element if ranks share the batch of the module, none otherwise
         WholeBatch(model, mesh.axis("dp"), names, each).attach(module)
     return module

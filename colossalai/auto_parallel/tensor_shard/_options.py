@@ -1,4 +1,4 @@
-"""The options of the older door: what they are, and which layouts they allow."""
+"""The options of the older interface: their values, and the layouts that they allow."""
 
 import math
 from collections.abc import Sequence
@@ -12,11 +12,11 @@ SHARD_OPTIONS = ("standard", "shard", "shard_last_axis", "full_shard")
 
 
 def check_options(solver_preference: str, dataloader_option: str, shard_option: str) -> None:
-    """Refuse options that are unknown or contradict each other.
+    """Refuse unknown or contradictory options.
 
     Raises:
-        ValueError: `solver_preference`, `dataloader_option` or `shard_option` is unknown, or parameters
-            are to be cut by data parallelism alone.
+        ValueError: `solver_preference`, `dataloader_option` or `shard_option` is unknown, or `shard_option`
+            requires cut parameters with data parallelism alone.
     """
     for name, value, known in (
         ("solver_preference", solver_preference, SOLVER_PREFERENCES),
@@ -27,7 +27,7 @@ def check_options(solver_preference: str, dataloader_option: str, shard_option: 
             raise ValueError(f"{name}={value!r}: choose one of {', '.join(known)}")
     if solver_preference == "dp" and shard_option != "standard":
         raise ValueError(
-            f"solver_preference='dp' cuts no parameters, and shard_option={shard_option!r} asks for it: "
+            f"solver_preference='dp' cuts no parameters, and shard_option={shard_option!r} requires it: "
             "leave one of them out"
         )
 
@@ -35,7 +35,7 @@ def check_options(solver_preference: str, dataloader_option: str, shard_option: 
 def allowed_settings(
     problem: PlanProblem, shape: Sequence[int], preference: str, shard: str
 ) -> list[Setting]:
-    """Return the layouts of a grid of ranks that have what the options ask for; at least one.
+    """Return the layouts of a grid of ranks that satisfy the options; at least one.
 
     Raises:
         ValueError: `shape` has none.
@@ -51,7 +51,7 @@ def allowed_settings(
 
 
 def _is_allowed(setting: Setting, shape: Sequence[int], preference: str, shard: str) -> bool:
-    """Whether a layout is one of a grid of ranks, and what the options ask for."""
+    """Whether a layout fits a grid of ranks and satisfies the options."""
     if setting.zero or setting.pipeline > 1 or setting.expert > 1:
         return False
     extents = [1]

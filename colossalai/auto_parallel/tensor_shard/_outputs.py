@@ -1,11 +1,11 @@
-"""How the outputs of parts of a batch make those of the whole batch.
+"""Outputs of the whole batch from the outputs of its parts.
 
 [Note: outputs of parts]
 A model is traced with the whole batch and with a rank's part. Dimensions that differ count samples, and so do
-numbers that differ in that ratio. A tensor with such a dimension holds "samples". One without is the same on
-all ranks ("same"), or reduces samples: by a mean ("mean") or a sum ("sum"), and whatever is linear in a mean
-or a sum is one, too; a sum divided by the number of samples is a mean. The rest (a maximum, the root of a
-mean, a mean over those samples that a mask leaves) cannot be computed from the values of the parts.
+numbers that differ in that ratio. A tensor with such a dimension holds "samples". Without one it is the same
+on all ranks ("same"), or reduces samples: by a mean ("mean") or a sum ("sum"). A linear function of a mean or
+a sum is again a mean or a sum; a sum divided by the number of samples is a mean. The rest (a maximum, the
+root of a mean, a mean over the samples selected by a mask) cannot be computed from the values of the parts.
 """
 
 from collections import defaultdict
@@ -26,25 +26,25 @@ _VIEWS = frozenset(
 _MORE_VIEWS = frozenset(("t", "transpose", "unbind", "unsafe_split", "unsqueeze", "view", "_unsafe_view"))
 _COPIES = frozenset(("clone", "contiguous", "lift_fresh", "lift_fresh_copy", "to", "_to_copy"))
 _MOVES = _VIEWS | _MORE_VIEWS | _COPIES
-"""Operations whose results have the elements of their operand."""
+"""Operations whose results consist of the elements of their operand."""
 _JOINS = frozenset(("cat", "stack"))
 _LINEAR = _MOVES | _JOINS | {"mean", "neg", "sum"}
 _PADS = frozenset(("constant_pad_nd", "pad"))
 _MEAN, _SUM = 1, 2  # `reduction` of losses in ATen
 _LOSSES = frozenset(("binary_cross_entropy", "binary_cross_entropy_with_logits", "kl_div"))
 _OF_LABELS = frozenset(("cross_entropy_loss", "nll_loss", "nll_loss2d", "nll_loss_forward", "nll_loss_nd"))
-"""Losses whose mean divides by the number of labels that are not left out, or by their weights."""
+"""Losses whose mean divides by the number of labels that are not ignored, or by their weights."""
 _IGNORED = -100  # the default of torch
 
 
 @dataclass(frozen=True)
 class WholeOutputs:
-    """What is known of the outputs of a model whose batch ranks share.
+    """Kinds of the outputs of a model whose batch is shared by ranks.
 
     Attributes:
-        kinds: For each tensor that the model returns "samples", "mean", "sum" or "same".
-        is_number: For each of them whether it has no dimensions.
-        ignored: The label that a mean of cross entropies leaves out, by the name of the argument with labels.
+        kinds: Kind of each output tensor: "samples", "mean", "sum" or "same".
+        is_number: For each of them, whether it has no dimensions.
+        ignored: Label ignored by a mean of cross entropies, by the name of the argument with labels.
     """
 
     kinds: tuple[str, ...]
@@ -52,23 +52,23 @@ class WholeOutputs:
     ignored: Mapping[str, int]
 
     def as_list(self) -> list[Any]:
-        """Return plain values, which `from_list` takes."""
+        """Return plain values, for `from_list`."""
         return [list(self.kinds), list(self.is_number), dict(self.ignored)]
 
     @staticmethod
     def from_list(values: Sequence[Any]) -> "WholeOutputs":
-        """Return what `as_list` was made from."""
+        """Return the object of the values of `as_list`."""
         kinds, is_number, ignored = values
         return WholeOutputs(tuple(kinds), tuple(is_number), ignored)
 
 
 def whole_outputs(whole: ModelTrace, part: ModelTrace, num_parts: int) -> WholeOutputs:
-    """Return how the outputs of the parts of a batch make those of the whole.
+    """Return the kinds of the outputs, from which the outputs of the whole batch follow.
 
     Args:
         whole: The trace with the whole batch.
         part: The trace with a part of it.
-        num_parts: Their number.
+        num_parts: Number of parts.
 
     Raises:
         ValueError: An output of the whole batch cannot be computed from those of the parts.
@@ -85,7 +85,7 @@ class _Reader:
     """Finds the kind of every tensor, see [Note: outputs of parts].
 
     Attributes:
-        kinds: By the names of tensors.
+        kinds: Kinds by the names of tensors.
     """
 
     def __init__(self, whole: ModelTrace, part: ModelTrace, num_parts: int) -> None:
@@ -125,14 +125,14 @@ class _Reader:
             operation = self._reasons[name]
             raise ValueError(
                 f"output {index} of the model, of shape {shape}, is not a mean or a sum over samples, "
-                f"because of {operation.target} of {operation.module or 'the model itself'}: that of the "
-                f"whole batch cannot be computed from those of {self._num_parts} parts. "
+                f"because of {operation.target} of {operation.module or 'the model itself'}: the output of "
+                f"the whole batch cannot be computed from those of {self._num_parts} parts. "
                 f"{_ADVICE.capitalize()}"
             )
         return kind
 
     def ignored_labels(self, name: str) -> Iterator[tuple[str, int]]:
-        """Yield the arguments that are labels of the means in a tensor, with the label left out of them."""
+        """Yield the arguments with labels of the means in a tensor, with their ignored label."""
         pending, seen = [name], set[str]()
         while pending:
             operation = self._whole.producers.get(pending.pop())
@@ -147,7 +147,7 @@ class _Reader:
                 pending += operation.inputs
 
     def _add(self, operation: Operation, other: Operation) -> None:
-        """Find the kinds of the outputs of an operation; `other` is the same one on a part."""
+        """Find the kinds of the outputs of an operation; `other` is the same operation on a part."""
         kinds = [self._kind(operation, other, self._is_scaled(name)) for name in operation.outputs]
         cause = next((self._reasons[name] for name in operation.inputs if name in self._reasons), operation)
         for name, kind in zip(operation.outputs, kinds, strict=True):
@@ -177,7 +177,7 @@ class _Reader:
         return self._combined(operation, other, kinds.pop()) if len(kinds) == 1 else _OTHER
 
     def _reduced(self, operation: Operation) -> str:
-        """Return what an operation makes of samples."""
+        """Return the kind of the result of an operation on samples."""
         base = _base(operation)
         if base in ("mean", "sum"):
             return base
@@ -191,7 +191,7 @@ class _Reader:
         return "mean"
 
     def _combined(self, operation: Operation, other: Operation, kind: str) -> str:
-        """Return what an operation makes of means, or of sums, and of what is the same on all ranks."""
+        """Return the kind of the result of an operation on means or sums, and values equal on all ranks."""
         base, slots = _base(operation), list(_slots([value for _, value in operation.arguments]))
         varying = [each for each in slots if self.kinds[operation.inputs[each]] == kind]
         ratio = _ratio(operation.scalars, other.scalars)
@@ -205,20 +205,20 @@ class _Reader:
         if ratio != 1:
             return _OTHER
         if base in ("add", "sub", "rsub") or base in _JOINS:
-            # What is the same on all ranks would be added once by each of them.
+            # A term that is the same on all ranks would be added once by each of them.
             is_alone = len(varying) == len(slots) and (len(slots) > 1 or base in _JOINS)
             return kind if kind == "mean" or is_alone else _OTHER
         return kind if base in _LINEAR else _OTHER
 
     def _labels(self, operation: Operation) -> str | None:
-        """Return the argument of the model that has the labels of a loss; None: they are computed.
+        """Return the argument of the model with the labels of a loss. None: they are computed.
 
-        Of probabilities in the place of labels, the tensor itself.
+        For probabilities instead of labels, return the tensor itself.
         """
         slot = operation.argument("target")
         assert isinstance(slot, InputSlot), "a loss of labels has them"
         name = operation.inputs[slot.index]
-        if self._whole.tensors[name].dtype.is_floating_point:  # probabilities, of which none is left out
+        if self._whole.tensors[name].dtype.is_floating_point:  # probabilities, none of which is ignored
             return name
         while (made_by := self._whole.producers.get(name)) is not None:
             if _base(made_by) not in _MOVES | _PADS:
@@ -231,12 +231,12 @@ class _Reader:
 
 
 def _base(operation: Operation) -> str:
-    """Return the name of what is called, without package, overload, and the mark of a change in place."""
+    """Return the name of an operator without package, overload and the mark of in-place operations."""
     return operation.target.split(".")[1].removesuffix("_")
 
 
 def _slots(values: Iterable[Any]) -> Iterator[int]:
-    """Yield which inputs of an operation are among its arguments, in order."""
+    """Yield the indices of the inputs of an operation among its arguments, in order."""
     for value in values:
         if isinstance(value, InputSlot):
             yield value.index
@@ -245,7 +245,7 @@ def _slots(values: Iterable[Any]) -> Iterator[int]:
 
 
 def _ratio(whole: Sequence[Any], part: Sequence[Any]) -> float:
-    """Return how many times as large the numbers of an operation on the whole are; 0: not by one factor."""
+    """Return the ratio of the numbers of an operation on the whole and on a part; 0: no common ratio."""
     ratios = {
         first / second if isinstance(first, int | float) and isinstance(second, int | float) and second else 0
         for first, second in zip(whole, part, strict=True)

@@ -1,12 +1,12 @@
 """Forwards on the whole batch by ranks that each compute a part of it: slices in, whole outputs out.
 
 [Note: gradients of a whole batch]
-Every rank computes the same loss of the whole outputs. Of the gradient of an output a rank keeps that of its
-own samples, so that the gradients of parameters are to be *added up* over the n replicas, and the data method
-takes their mean: what goes back into a rank's outputs is therefore multiplied by n. A loss that the model
-itself returns is a mean or a sum over samples, see [Note: outputs of parts]. Of a mean, the gradient with
-respect to that of each of n equal parts is 1/n; times n it is 1, as in data parallelism. What is the same on
-all ranks has the same gradient on all of them, whose mean it is.
+Every rank computes the same loss of the whole outputs. Of the gradient of an output a rank keeps the part of
+its own samples, so the gradients of parameters have to be *summed* over the n replicas, but the data method
+averages them: therefore the gradient of a rank's outputs is multiplied by n. A loss returned by the model
+itself is a mean or a sum over samples, see [Note: outputs of parts]. For a mean, the gradient with respect to
+the mean of each of n equal parts is 1/n; times n it is 1, as in data parallelism. A value that is the same on
+all ranks has the same gradient on all of them, which is also their mean.
 """
 
 import inspect
@@ -30,13 +30,13 @@ from colossalai.context import Axis
 
 
 class WholeBatch:
-    """Hooks of a module that takes the whole batch, of which it computes this rank's part.
+    """Hooks of a module that takes the whole batch and computes this rank's part of it.
 
     Args:
-        model: The model, whose forward names the arguments.
+        model: The model, whose forward defines the names of arguments.
         replicas: The ranks that share the batch.
-        names: The arguments that have the batch in dimension 0.
-        outputs: How the outputs of the parts make those of the whole.
+        names: The arguments with the batch in dimension 0.
+        outputs: Kinds of the outputs, from which the whole ones follow.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class WholeBatch:
         self._rest = kinds.get(inspect.Parameter.VAR_POSITIONAL, "")
         self._more = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
         self._replicas, self._names, self._outputs = replicas, frozenset(names), outputs
-        self._extent = 0  # of this rank's part, in the forward under way
-        self._uneven = ""  # why the mean of the parts would not be that of the whole
+        self._extent = 0  # samples of this rank's part in the current forward
+        self._uneven = ""  # reason why the mean over the parts differs from the mean over the whole batch
 
     def attach(self, module: nn.Module) -> None:
-        """Let a module do it."""
+        """Register the hooks on a module."""
         module.register_forward_pre_hook(self._take_part, with_kwargs=True)
         module.register_forward_hook(self._make_whole)
 
@@ -61,12 +61,12 @@ class WholeBatch:
         """Return the arguments with this rank's part of the batch.
 
         Raises:
-            ValueError: `args` or `kwargs` have tensors that were not planned for, in a list or a dict, of
-                several batches, or of one that the ranks do not divide.
+            ValueError: `args` or `kwargs` has unplanned tensors, tensors in a list or a dict, several batch
+                sizes, or a batch size that the ranks do not divide.
         """
         bound = self._signature.bind(*args, **kwargs)
         given = bound.arguments
-        more = {**given.pop(self._more, {})}  # of `**kwargs`, which have names, too
+        more = {**given.pop(self._more, {})}  # arguments in `**kwargs`, which have names, too
         values = {name: value for name, value in (given | more).items() if name != self._rest}
         values |= {f"argument {place}": value for place, value in enumerate(given.get(self._rest, ()))}
         batches: dict[str, int] = {}
@@ -74,14 +74,14 @@ class WholeBatch:
             if isinstance(value, Tensor) and value.dim() > 0:
                 if name not in self._names:
                     raise ValueError(
-                        f"{name} was not in meta_args, so that it is not known whether its dimension 0 "
-                        f"counts samples: make the plan with it (it knows {', '.join(sorted(self._names))})"
+                        f"{name} was not in meta_args, so that it is unknown whether its dimension 0 "
+                        f"counts samples: make the plan with it (it has {', '.join(sorted(self._names))})"
                     )
                 batches[name] = value.shape[0]
             elif any(isinstance(each, Tensor) and each.dim() > 0 for each in tree_leaves(value)):
                 raise ValueError(
-                    f"{name} is a {type(value).__name__} with tensors, of which it is not known whether "
-                    "their dimension 0 counts samples: let the forward take them as arguments of their own, "
+                    f"{name} is a {type(value).__name__} with tensors, and it is unknown whether "
+                    "their dimension 0 counts samples: let the forward take them as separate arguments, "
                     "or take dataloader_option='distributed'"
                 )
         if len(set(batches.values())) != 1:
@@ -106,15 +106,15 @@ class WholeBatch:
         return tree_map_only(Tensor, lambda part: self._whole(part, next(kinds)), output)
 
     def _kinds(self, is_number: Sequence[bool]) -> Iterator[str]:
-        """Return the kinds of the tensors that a forward has returned.
+        """Return the kinds of the tensors returned by a forward.
 
         Raises:
-            ValueError: `is_number` has numbers that the trace does not have.
+            ValueError: `is_number` has another number of scalars than the trace.
         """
         planned = self._outputs
         if len(is_number) == len(planned.kinds):
             return iter(planned.kinds)
-        # Without labels, or with a cache, a model returns fewer tensors or more.
+        # Without labels, or with a cache, a model returns fewer or more tensors.
         numbers = [kind for kind, known in zip(planned.kinds, planned.is_number, strict=True) if known]
         if sum(is_number) not in (0, len(numbers)):
             raise ValueError(
@@ -125,13 +125,13 @@ class WholeBatch:
         return iter([next(of_numbers) if each else "samples" for each in is_number])
 
     def _whole(self, part: Tensor, kind: str) -> Tensor:
-        """Return the tensor of the whole batch that a rank has a part of.
+        """Return the tensor of the whole batch, of which a rank has a part.
 
         Raises:
-            ValueError: `part` does not have samples in dimension 0, or is a mean over other numbers of terms
-                than that of another rank.
+            ValueError: `part` does not have samples in dimension 0, or is a mean over another number of terms
+                than on another rank.
         """
-        # See [Note: gradients of a whole batch].
+        # See [Note: gradients of a whole batch]. All replicas join each collective with their part.
         num_parts = self._replicas.size
         if kind == "same":
             return part
@@ -139,7 +139,7 @@ class WholeBatch:
         if kind == "mean":
             if self._uneven:
                 raise ValueError(
-                    f"{self._uneven}: the mean of the parts is not that of the whole. Let the model return "
+                    f"{self._uneven}: the mean of the parts is not the mean of the whole. Let it return "
                     "its logits and compute the loss from them, or take dataloader_option='distributed'"
                 )
             return reduce_forward_copy_backward(given, self._replicas) / num_parts
@@ -154,19 +154,19 @@ class WholeBatch:
 
 
 def _uneven_labels(labels: Mapping[str, Tensor], ignored: Mapping[str, int], num_parts: int) -> str:
-    """Return why a mean over labels is not the mean of the means of parts; empty where it is.
+    """Return the reason why a mean over labels is not the mean over parts; empty if it is.
 
     Args:
-        labels: By the name of an argument.
-        ignored: The label that is left out, by the same names.
-        num_parts: The ranks that share them.
+        labels: Labels by the name of an argument.
+        ignored: The ignored label, by the same names.
+        num_parts: Number of ranks that share them.
     """
     for name, tensor in labels.items():
         counted = tensor != ignored[name]
         if bool(counted.all()):
             continue
         counted = counted.flatten(1) if tensor.dim() > 1 else counted[:, None]
-        # Causal models leave out the first label of each sample.
+        # Causal models skip the first label of each sample.
         for each in (counted, counted[:, 1:]):
             if len({int(part.sum()) for part in each.chunk(num_parts)}) > 1:
                 return f"{name} has labels of {ignored[name]}, in other numbers on each of {num_parts} ranks"
@@ -174,7 +174,7 @@ def _uneven_labels(labels: Mapping[str, Tensor], ignored: Mapping[str, int], num
 
 
 class _Multiplied(torch.autograd.Function):
-    """The tensor itself, whose gradient is multiplied."""
+    """Identity with a multiplied gradient."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, factor: int) -> Tensor:
@@ -188,10 +188,10 @@ class _Multiplied(torch.autograd.Function):
 
 
 class CutGradient(Tensor):
-    """A gradient of a slice of a parameter, whose norm is that of the whole parameter's gradient.
+    """A gradient of a slice of a parameter, with the norm of the whole parameter's gradient.
 
-    So `torch.nn.utils.clip_grad_norm_` is right, which knows nothing of ranks. All ranks that share the
-    parameter ask for it in the same order. Everything else is that of this rank's slice.
+    This makes `torch.nn.utils.clip_grad_norm_` correct. The norm is collective: all ranks that share the
+    parameter compute it in the same order. All other functions see this rank's slice.
     """
 
     axis: Axis
@@ -222,7 +222,7 @@ def _norm_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """Return the order of the norm of all elements.
 
     Raises:
-        ValueError: `args` or `kwargs` ask for norms along dimensions: of slices, they would be others.
+        ValueError: `args` or `kwargs` has dimensions: norms along dimensions of a slice would be different.
     """
     if len(args) > 2 or kwargs.get("dim") is not None:
         raise ValueError(
@@ -241,7 +241,7 @@ def _norm_of_all(norm: Tensor, order: float, axis: Axis) -> Tensor:
 
 
 def follow_cuts(model: nn.Module, axis: Axis, names: Collection[str]) -> None:
-    """Let the gradients of some parameters, of which each rank of an axis has a slice, know it.
+    """Make the gradients of some parameters `CutGradient`s, if each rank of an axis has a slice of them.
 
     Args:
         model: The model.

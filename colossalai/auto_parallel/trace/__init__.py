@@ -1,1 +1,1 @@
-"""The operations of a model and what each costs, without memory and without ranks."""
+"""Traces: the operations of a model and their costs, computed without memory and without ranks."""

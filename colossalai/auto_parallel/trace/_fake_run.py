@@ -1,8 +1,8 @@
-"""Runs of a model on fake tensors: a twin of the model without memory, and a record of what it calls.
+"""Runs of a model on fake tensors: a copy of the model without memory, and a record of its calls.
 
-A fake tensor of torch has a shape, a dtype, strides and a storage that nothing is written to, so that views
-are known by their storage. The twin is a deep copy of the model in which every parameter and buffer is fake:
-what a forward changes (running statistics, counters, masks that are kept as attributes) changes in the twin.
+A fake tensor of torch has a shape, a dtype, strides and a storage without memory, so that views are
+identified by their storage. The twin is a deep copy of the model with fake parameters and buffers: changes by
+a forward (running statistics, counters, masks kept as attributes) happen in the twin.
 """
 
 import copy
@@ -27,7 +27,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
-_NUM_LISTED = 8  # names of arguments that a message lists
+_NUM_LISTED = 8  # names of arguments in a message
 _MOST_KNOWN = 1 << 25  # elements of a tensor whose values are computed: a mask for sequences of 5,000
 
 
@@ -41,7 +41,7 @@ class FakeCall:
         kwargs: Its other arguments.
         outputs: The tensors that it returned, in order.
         module: The full name of the innermost module of the model that called it.
-        is_grad_enabled: Whether autograd saw it.
+        is_grad_enabled: Whether autograd was enabled.
     """
 
     function: Any
@@ -53,11 +53,11 @@ class FakeCall:
 
 
 class DataDependentShape(ValueError):
-    """A trace without values cannot know a shape, or which branch is taken.
+    """A shape or a branch depends on values, which a trace does not have.
 
     Args:
-        operation: What depends on values.
-        module: The full name of the module that it is in.
+        operation: The operation whose result depends on values.
+        module: The full name of its module.
         model: The name of the model's class.
     """
 
@@ -70,7 +70,7 @@ class DataDependentShape(ValueError):
 
 
 def check_model(model: nn.Module) -> None:
-    """Refuse what is not a model.
+    """Check that a value is a model.
 
     Raises:
         ValueError: `model` is not a module.
@@ -84,7 +84,7 @@ def check_model(model: nn.Module) -> None:
 
 
 def check_named(meta_args: Mapping[str, Any]) -> None:
-    """Refuse what are not arguments by name.
+    """Check that arguments are given by name.
 
     Raises:
         ValueError: `meta_args` is not a mapping, or has a key that is not a name.
@@ -99,11 +99,11 @@ def check_named(meta_args: Mapping[str, Any]) -> None:
 
 
 def batch_of(meta_args: Mapping[str, Any]) -> int:
-    """Return the samples of the whole batch: the extent of dimension 0 of the arguments.
+    """Return the number of samples in the whole batch: the extent of dimension 0 of the arguments.
 
     Raises:
-        ValueError: `meta_args` is no mapping, has no tensor with dimensions, tensors of several batches, or
-            of none.
+        ValueError: `meta_args` is not a mapping, has no tensor with dimensions, tensors of several batch
+            sizes, or a batch of 0 samples.
     """
     check_named(meta_args)
     batches = {
@@ -124,7 +124,7 @@ def batch_of(meta_args: Mapping[str, Any]) -> int:
 
 
 def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keyword arguments of a trace; a model that may keep keys and values is told not to.
+    """Return the keyword arguments of a trace, with `use_cache=False` for models with a cache.
 
     Args:
         model: The model.
@@ -147,7 +147,7 @@ def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[st
     )
     owner = f"the forward of {type(model).__name__}"
     for name in meta_args:
-        # A forward that takes any name must not swallow "label" in silence.
+        # A forward with `**kwargs` would silently accept a misspelled "label".
         near = difflib.get_close_matches(name, named, n=3, cutoff=0.8 if takes_any else 0.5)
         if name not in named and (near or not takes_any):
             known = " or ".join(map(repr, near or list(named)[:_NUM_LISTED]))
@@ -160,7 +160,7 @@ def checked_arguments(model: nn.Module, meta_args: Mapping[str, Any]) -> dict[st
             f"meta_args lacks {', '.join(map(repr, missing))}, which {owner} requires: give "
             f'meta_args={{"{missing[0]}": torch.rand(...).to("meta"), ...}} with the shape of a batch'
         )
-    # Models with adapters of peft take any name, and hand it on.
+    # Models with adapters of peft accept any name, and pass it on.
     base_of = getattr(model, "get_base_model", None)
     handed_on = inspect.signature(base_of().forward).parameters if takes_any and base_of else {}
     may_cache = "use_cache" in named or "use_cache" in handed_on
@@ -171,8 +171,8 @@ class FakeTwin:
     """A copy of a model, and of arguments, on fake tensors of one mode.
 
     Args:
-        model: The model, which stays as it is: on any device, the meta device included, or lazily built.
-        arguments: Keyword arguments of its forward; tensors in them may be on the meta device.
+        model: The model, which is not changed: on any device, the meta device included, or lazily built.
+        arguments: Keyword arguments of its forward. Tensors in them can be on the meta device.
 
     Raises:
         ValueError: A parameter of `model` has no shape yet, or `model` cannot be copied.
@@ -190,7 +190,7 @@ class FakeTwin:
         for part in model.modules():
             for held in (part._parameters, part._buffers):
                 memo.update({id(each): self._fake(each) for each in held.values() if each is not None})
-            # Without values nothing could be done with it; one that has values may be asked for them.
+            # Attributes on the meta device become fake; the forward may read the values of all others.
             memo.update(
                 {id(each): self._fake(each) for each in vars(part).values() if _is_without_values(each)}
             )
@@ -200,11 +200,11 @@ class FakeTwin:
             raise ValueError(
                 f"{type(model).__name__} cannot be copied for a trace on fake tensors: {error}"
             ) from error
-        # The loop over experts asks which of them were chosen; a grouped product has the shapes of all of it.
+        # The loop over experts reads which of them are chosen; a grouped product has the same total shapes.
         if getattr(getattr(self.model, "config", None), "_experts_implementation", None) == "eager":
-            with suppress(ValueError):  # of a model without experts
+            with suppress(ValueError):  # raised for a model without experts
                 self.model.set_experts_implementation("grouped_mm")  # type: ignore[operator]
-        # A tensor that is given under two names is two tensors: in training they differ.
+        # A tensor that is passed under two names is two tensors: in training they differ.
         self.arguments = tree_map(
             lambda leaf: self._fake(leaf) if isinstance(leaf, Tensor) else leaf, dict(arguments)
         )
@@ -220,9 +220,9 @@ class FakeTwin:
         return made.requires_grad_(tensor.requires_grad)
 
     def run_as_in_training(self) -> None:
-        """From now on let the model run what it runs in training, where it would do otherwise in a trace.
+        """Make later forwards run as in training, where they would run differently in a trace.
 
-        Some models ask torch whether they are exported, and then do without what depends on values: those of
+        Some models check whether they are exported, and then avoid operations that depend on values: those of
         transformers give every attention a mask that training leaves out.
         """
         forward = self.model.forward
@@ -241,7 +241,7 @@ class FakeTwin:
 
 
 def _device_of(model: nn.Module) -> torch.device:
-    """Return where the model will run: where its parameters are, on the CPU if they have no memory."""
+    """Return the device that the model will run on: of its parameters, or the CPU without memory."""
     places = {param.device for param in model.parameters()} - {torch.device("meta")}
     return min(places, key=str, default=torch.device("cpu"))
 
@@ -263,7 +263,7 @@ def kept_random_state() -> Iterator[None]:
 
 @contextmanager
 def quiet_attempt() -> Iterator[None]:
-    """Let an export that may fail say nothing, and spend no time on where in the code each node is from."""
+    """Silence an export that can fail, and skip the source location of each node, which takes time."""
     logs = [
         logging.getLogger(f"torch.{name}")
         for name in ("_subclasses.fake_tensor", "fx.experimental.symbolic_shapes")
@@ -276,7 +276,7 @@ def quiet_attempt() -> Iterator[None]:
     setattr(config, flag, True)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that attributes of the twin change
+            warnings.simplefilter("ignore")  # about changed attributes of the twin
             yield
     finally:
         for log, was_disabled in zip(logs, kept[0], strict=True):
@@ -285,18 +285,17 @@ def quiet_attempt() -> Iterator[None]:
 
 
 class KnownValues(TorchFunctionMode):
-    """Computes what does not depend on arguments: positions, and masks that follow from them.
+    """Computes the values that do not depend on arguments: positions, and masks that follow from them.
 
-    Some models look at such values to choose what they run; they are real tensors here, and constants of the
-    trace.
+    Some models branch on such values; they are real tensors here, and constants of the trace.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._known: dict[int, Tensor] = {}  # by identity, which no other tensor has while it is kept
+        self._known: dict[int, Tensor] = {}  # by identity, which is unique while the tensor is referenced
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function without fake tensors if all that it takes is known."""
+        """Run a function without fake tensors if all of its inputs are known."""
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
@@ -304,7 +303,7 @@ class KnownValues(TorchFunctionMode):
         is_known = all(id(tensor) in self._known for tensor in tensors) if tensors else is_range
         if not is_known or _broadcast_numel(tensors) > _MOST_KNOWN:
             return func(*args, **kwargs)
-        # Out of the fake mode and of this one: the result is a real tensor.
+        # Outside of the fake mode and of this mode: the result is a real tensor.
         with _disable_current_modes(), torch._C.DisableTorchFunction():
             result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
@@ -314,14 +313,14 @@ class KnownValues(TorchFunctionMode):
 
 
 class GroupedProducts(TorchFunctionMode):
-    """Lets fake tensors of any type meet the matrices of experts.
+    """Allows fake tensors of any dtype in products with the matrices of experts.
 
-    torch's own grouped product says a shape for bfloat16 only, though its kernels take other types, too. In
-    its place transformers has one for where it is compiled: shapes, costs and saved tensors are the same.
+    torch's own grouped product has a shape function for bfloat16 only, though its kernels accept other
+    dtypes. transformers has a replacement for compilation: shapes, costs and saved tensors are the same.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run a function, of grouped products the one that has a shape."""
+        """Run a function, with the replacement for a grouped product that lacks a shape function."""
         kwargs = kwargs or {}
         if func is torch._grouped_mm and args[0].dtype is not torch.bfloat16:
             return torch.ops.transformers.grouped_mm_fallback(args[0], args[1], kwargs["offs"])
@@ -329,20 +328,20 @@ class GroupedProducts(TorchFunctionMode):
 
 
 def _broadcast_numel(tensors: Sequence[Tensor]) -> int:
-    """Return how many elements an elementwise operation on some tensors would give."""
+    """Return the number of elements of an elementwise result of some tensors."""
     try:
         return math.prod(torch.broadcast_shapes(*(tensor.shape for tensor in tensors)))
-    except RuntimeError:  # they do not fit
+    except RuntimeError:  # not broadcastable
         return max(tensor.numel() for tensor in tensors)
 
 
 class CallRecorder(TorchDispatchMode):
     """Records every operation that a model calls, with the module that calls it.
 
-    What it sees is below autograd: `aten.addmm` with the transposed weight for a linear layer.
+    Operations are recorded below autograd: `aten.addmm` with the transposed weight for a linear layer.
 
     Args:
-        model: The model, a twin that nobody else uses: its modules get hooks.
+        model: The model, a twin without other users: its modules get hooks.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -355,7 +354,7 @@ class CallRecorder(TorchDispatchMode):
             part.register_forward_hook(self._leave, always_call=True)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and record it; remember where one has failed that needs values."""
+        """Run an operation and record it; store the location of an operation that lacks values."""
         from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
         try:
@@ -383,7 +382,7 @@ class CallRecorder(TorchDispatchMode):
 
 
 def record(twin: FakeTwin) -> tuple[CallRecorder, Any]:
-    """Run the forward of a twin once; return what it called and what it returned.
+    """Run the forward of a twin once; return the recorder and the result.
 
     Raises:
         ValueError: An operation of the model needs values of tensors, or its forward fails; the message is
@@ -407,8 +406,8 @@ def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
     """Yield the tensors in a value, in containers and in attributes of objects, such as those of a cache.
 
     Args:
-        value: What a model returned.
-        seen: Identities of what was looked at before.
+        value: Result of a model.
+        seen: Identities of the values visited so far.
     """
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, nn.Module | type):

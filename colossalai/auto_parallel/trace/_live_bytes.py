@@ -2,16 +2,16 @@
 
 [Note: live bytes of a step]
 `live_bytes` walks forward and backward as PyTorch runs them. A storage lives from the operation that makes it
-to the last one that reads a tensor on it, to the backward of the last one that saved it, or, for what the
-model returns, to the end. Backwards run in the opposite order of their operations. While one runs, there are
-the gradients of its outputs, those that it makes, and what it takes for itself; then the gradients of its
-outputs and what it saved are let go; then each new gradient is added to what the tensor has from other
-operations, into a new sum. (Autograd adds in place where it can, but never under a dispatch mode, and so not
-where bytes are counted: this is the most that it takes.) The gradient of a parameter is complete when all
-operations that use it have run backward; it is then added to the one that the parameter has, and let go.
+to the last one that reads a tensor on it, to the backward of the last one that saved it, or, for outputs of
+the model, to the end. Backwards run in the opposite order of their operations. During a backward, the
+gradients of its outputs, its new gradients, and its temporaries are live; then the gradients of its outputs
+and its saved tensors are freed; then each new gradient is added to the sum of the tensor's gradients so far,
+into a new sum. (Autograd adds in place where it can, but never under a dispatch mode, and so not where bytes
+are counted: this is an upper bound.) The gradient of a parameter is complete when all operations that use it
+have run backward; it is then added to the gradient of the parameter, and freed.
 
-Not counted is what lives longer because a local variable of the model's code names it, and what a kernel
-takes and gives back within itself.
+Storages that live longer because of a local variable in the model's code, and temporaries within a kernel,
+are not counted.
 """
 
 from collections import Counter
@@ -26,14 +26,14 @@ def live_bytes(
 ) -> int:
     """Return the peak of live bytes of one forward and backward; see [Note: live bytes of a step].
 
-    The backward starts at the first scalar that the model returns and that requires a gradient, its loss;
-    where there is none, at all outputs that require one. Parameters, buffers and arguments do not count.
+    The backward starts at the first scalar output that requires a gradient, the loss; without one, at all
+    outputs that require a gradient. Parameters, buffers and arguments do not count.
 
     Args:
         trace: The trace.
-        profiles: Those of its operations.
-        with_param_grads: Count also the gradients of parameters from when they are complete, as in the first
-            backward after they were set to None. Without it they are there before, and are added to.
+        profiles: Profiles of its operations.
+        with_param_grads: Whether to count the gradients of parameters once they are complete, as in the first
+            backward after they were set to None. Otherwise they exist before, and are accumulated.
     """
     walk = _LiveWalk(trace, profiles, keeps_param_grads=with_param_grads)
     walk.forward()
@@ -46,7 +46,7 @@ class _LiveWalk:
 
     Args:
         trace: The trace.
-        profiles: Those of its operations.
+        profiles: Profiles of its operations.
         keeps_param_grads: See `live_bytes`.
     """
 
@@ -62,9 +62,9 @@ class _LiveWalk:
         self._returned = {trace.storage_of(name) for name in trace.outputs}
         self._num_savers = Counter(name for profile in profiles.values() for name in profile.saved)
         self._sizes: list[int] = []  # of the storages of gradients
-        self._num_users: list[int] = []  # of each the gradients on it
+        self._num_users: list[int] = []  # of each storage, the gradients on it
         self._grads: dict[str, int] = {}  # by tensor, the storage of its gradient
-        self._num_missing: Counter[str] = Counter()  # by tensor, the backwards that have yet to add to it
+        self._num_missing: Counter[str] = Counter()  # by tensor, the backwards that still add to it
 
     def forward(self) -> None:
         """Run all operations."""
@@ -96,14 +96,14 @@ class _LiveWalk:
                 self._run(self._profiles[each.name])
 
     def _plan(self) -> tuple[list[str], set[str]]:
-        """Return where the backward starts and the operations that it runs; count who adds to each leaf."""
+        """Return the start and the operations of the backward; count the gradients of each leaf."""
         trace = self._trace
         grown = {name for profile in self._profiles.values() for name in profile.differentiable}
         outputs = [name for name in dict.fromkeys(trace.outputs) if name in grown]
         losses = [name for name in outputs if trace.tensors[name].numel == 1]
         starts = losses[:1] or outputs
         reached, running = set(starts), set()
-        # Known before the first backward runs: a parameter's gradient is complete after its last user's.
+        # Counted before the first backward: a parameter's gradient is complete after its last user's.
         for each in reversed(trace.operations):
             profile = self._profiles[each.name]
             if reached.intersection(profile.differentiable):
@@ -113,7 +113,7 @@ class _LiveWalk:
         return starts, running
 
     def _leaf(self, name: str) -> str:
-        """Return what a gradient is collected for: a tied parameter has one for all of its names."""
+        """Return the key of a tensor's gradient: a tied parameter has one for all of its names."""
         return self._trace.storage_of(name) if name in self._trainable else name
 
     def _run(self, profile: OpProfile) -> None:
@@ -139,7 +139,7 @@ class _LiveWalk:
             self._collect(name, storage)
 
     def _collect(self, name: str, storage: int) -> None:
-        """Add a gradient to what its tensor has; a parameter takes its own when it is complete."""
+        """Accumulate a gradient of a tensor; a complete gradient of a parameter is moved to the parameter."""
         leaf = self._leaf(name)
         before = self._grads.get(leaf)
         if before is None:
@@ -152,7 +152,7 @@ class _LiveWalk:
         if leaf in self._trainable and not self._num_missing[leaf]:
             complete = self._grads.pop(leaf)
             if self._keeps_param_grads and self._num_users[complete] > 1:
-                self._new_grad(self._sizes[complete])  # a copy, since others use it too
+                self._new_grad(self._sizes[complete])  # a copy, since the storage has other users
             if not self._keeps_param_grads or self._num_users[complete] > 1:
                 self._let_go(complete)
 
@@ -172,6 +172,6 @@ class _LiveWalk:
         self.peak = max(self.peak, self._live)
 
     def _free_tensor(self, storage: str) -> None:
-        """Free a storage of the forward, unless somebody outside holds it."""
+        """Free a storage of the forward, unless it is an input or an output of the model."""
         if storage not in self._trace.outside and storage not in self._returned:
             self._live -= self._trace.tensors[storage].num_bytes

@@ -1,8 +1,8 @@
-"""The profile of a model's operations: what each costs in forward and backward, and what it keeps.
+"""The profile of a model's operations: the costs of forward and backward, and the saved tensors.
 
-No table of rules says what an operation's backward does: autograd itself is asked. Each operation that
-differs from all before it (in target, arguments, shapes, types or in what requires a gradient) is run once by
-itself on fake tensors, forward and backward; what it saves, makes and multiplies is counted.
+The costs of a backward come from autograd itself, not from a table of rules. Each operation that differs from
+all earlier ones (in target, arguments, shapes, dtypes or required gradients) is run once by itself on fake
+tensors, forward and backward; its saved tensors, results and floating point operations are counted.
 """
 
 import math
@@ -28,8 +28,8 @@ class MadeGradient:
 
     Attributes:
         tensor: The input.
-        num_bytes: Of its storage; 0 if it lies in that of another gradient.
-        same_as: The tensor of the operation in whose gradient's storage it lies; "" for one of its own.
+        num_bytes: Bytes of its storage; 0 if it shares the storage of another gradient.
+        same_as: The tensor of the operation whose gradient has the same storage; "" if it has its own.
     """
 
     tensor: str
@@ -39,24 +39,24 @@ class MadeGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class OpProfile:
-    """What one operation costs.
+    """Costs of one operation.
 
     Attributes:
         forward_flops: Floating point operations of its products, convolutions and attention; others count 0.
-        backward_flops: The same of its backward.
+        backward_flops: The same for its backward.
         forward_bytes: Bytes that its kernels read and write.
-        backward_bytes: The same of its backward.
-        saved: Tensors of the trace whose storage autograd keeps for the backward, by the name of the tensor
-            that the storage was made for. Parameters and buffers are among them, and cost nothing.
-        extra_saved_bytes: Bytes that are kept and are no tensor of the trace: masks of dropout, log-sum-exp
-            of attention, mean and deviation of a norm.
-        forward_peak: The most bytes that live while it runs, beyond those before it and those that it leaves.
-        backward_peak: The most bytes that live while its backward runs, beyond those before it and the
-            gradients that it makes.
-        gradients: What its backward makes; empty if it has none.
+        backward_bytes: The same for its backward.
+        saved: Tensors of the trace whose storage autograd saves for the backward, by the name of the tensor
+            that the storage was made for. This includes parameters and buffers, which take no extra memory.
+        extra_saved_bytes: Saved bytes outside of the tensors of the trace: masks of dropout, log-sum-exp of
+            attention, mean and deviation of a norm.
+        forward_peak: Peak of live bytes while it runs, beyond its inputs and its results.
+        backward_peak: Peak of live bytes while its backward runs, beyond its inputs and the gradients that
+            it makes.
+        gradients: The gradients that its backward makes; empty if it has no backward.
         differentiable: The outputs that require a gradient.
-        is_assumed: The operation could not be run by itself: what it saves is assumed, see
-            `profile_operations`.
+        is_assumed: Whether the operation could not be run by itself, so that its saved tensors are assumed;
+            see `profile_operations`.
     """
 
     forward_flops: int
@@ -75,8 +75,8 @@ class OpProfile:
 def profile_operations(trace: ModelTrace) -> Mapping[str, OpProfile]:
     """Profile the operations of a trace, by their names.
 
-    An operation that cannot be run by itself is assumed to read its inputs and write its outputs once, twice
-    as much in its backward, and to save both; a line of the log names it.
+    An operation that cannot be run by itself is assumed to read its inputs and write its outputs once, to
+    move twice as many bytes in its backward, and to save both; it is logged.
     """
     from torch._subclasses.fake_tensor import FakeTensorMode  # imports sympy
 
@@ -108,20 +108,20 @@ def profile_operations(trace: ModelTrace) -> Mapping[str, OpProfile]:
                 )
         profile = profiles[operation.name] = _named(known[key], operation, trace)
         needing.update(profile.differentiable)
-        # Written into in place, a tensor requires a gradient from here on, and so do all views of it.
+        # A tensor written in place requires a gradient from here on, and so do all views of it.
         if profile.differentiable:
             needing.update(_changed(operation, trace))
     return profiles
 
 
 def saved_bytes(trace: ModelTrace, profiles: Mapping[str, OpProfile], operations: Iterable[Operation]) -> int:
-    """Return the bytes that a set of operations keeps for its backward, each storage once.
+    """Return the bytes that a set of operations saves for its backward, each storage once.
 
-    What is there before the forward (parameters, buffers, arguments of the model) does not count.
+    Storages from before the forward (parameters, buffers, arguments of the model) do not count.
 
     Args:
         trace: The trace.
-        profiles: Those of its operations.
+        profiles: Profiles of its operations.
         operations: Some of its operations.
     """
     chosen = [profiles[each.name] for each in operations]
@@ -180,7 +180,7 @@ def _changed(operation: Operation, trace: ModelTrace) -> list[str]:
 
 
 def _function_of(target: str) -> Any:
-    """Return the overload that a target names, None for what is no overload."""
+    """Return the overload of a target. None if the target is not an overload."""
     names = target.split(".")
     if len(names) != 3:
         return None
@@ -221,12 +221,12 @@ def _measure(
     """Run an operation by itself on fake tensors, forward and backward."""
     function = _function_of(operation.target)
     if function is None:
-        raise NotImplementedError("it is no operation of torch.ops with a schema")
+        raise NotImplementedError("it is not an operation of torch.ops with a schema")
     with ExitStack() as stack:
         stack.enter_context(mode)
         stack.enter_context(torch.set_grad_enabled(operation.is_grad_enabled))
         leaves = [_fake(meta, need, device) for meta, need in zip(metas, needs, strict=True)]
-        # Autograd lets nobody write into a leaf.
+        # Autograd does not allow in-place writes to a leaf.
         inputs = [leaf.clone() if need and function._schema.is_mutable else leaf
                   for leaf, need in zip(leaves, needs, strict=True)]  # fmt: skip
         args, kwargs = _call_of(operation, function, inputs)
@@ -251,7 +251,7 @@ def _measure(
         saved_numbers = dict.fromkeys(numbers[key] for each in saved if (key := _storage(each)) in numbers)
         extra = {key: each for each in saved if (key := _storage(each)) not in numbers}
         extra_bytes = sum(each.untyped_storage().nbytes() for each in extra.values())
-        # Nothing may hold what was saved but autograd, or it would count as live in the backward.
+        # Drop all other references to saved tensors, or they would count as live in the backward.
         saved.clear()
         extra.clear()
         forward = counter.reset()
@@ -281,7 +281,7 @@ def _run_backward(
     tensors: Sequence[Tensor],
     differentiable: Sequence[int],
 ) -> tuple["_Counts", list[tuple[int, int, int | None]]]:
-    """Run a backward from some of the tensors to those leaves that require a gradient."""
+    """Run a backward from some of the tensors to the leaves that require a gradient."""
     wanted = [number for number, leaf in enumerate(leaves) if leaf.requires_grad]
     if not differentiable or not wanted:
         return _Counts(), []
@@ -294,7 +294,8 @@ def _run_backward(
             given,
             allow_unused=True,
         )
-    # A backward may hand a gradient on as it is, or give one storage to two inputs (an addition does both).
+    # A backward can pass a gradient on unchanged, or return one storage for two inputs (an addition does
+    # both).
     owners = {_storage(grad): number for number, grad in zip(differentiable, given, strict=True)}
     gradients = []
     for number, grad in zip(wanted, made, strict=True):
@@ -307,7 +308,7 @@ def _run_backward(
 
 
 def _fake(meta: TensorMeta, needs_grad: bool, device: str) -> Tensor:
-    """Return a tensor of a given shape, on a storage of its own; call it under a fake mode."""
+    """Return a tensor of a given shape, on a new storage; call it under a fake mode."""
     if meta.stride is None:
         made = torch.empty(meta.shape, dtype=meta.dtype, device=device)
     else:
@@ -329,7 +330,7 @@ def _call_of(
     args = []
     for each in function._schema.arguments:
         if each.kwarg_only or each.name not in given:
-            break  # whatever stands behind an argument that is left out was given by its name
+            break  # arguments behind an omitted one were passed by name
         args.append(filled(given.pop(each.name)))
     return args, {name: filled(value) for name, value in given.items()}
 
@@ -339,19 +340,19 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _storage_numbers(tensors: Sequence[Tensor]) -> dict[int, int]:
-    """Return by the identity of each storage the number of the first tensor on it."""
+    """Return for the identity of each storage the number of the first tensor on it."""
     return {_storage(tensor): number for number, tensor in reversed(list(enumerate(tensors)))}
 
 
 @dataclass(frozen=True)
 class _Counts:
-    """What some kernels did.
+    """Counters of some kernels.
 
     Attributes:
         flops: Floating point operations of products, convolutions and attention.
         num_bytes: Bytes read and written.
-        peak: The most live bytes, beyond those at the start.
-        left: Those at the end, beyond those at the start.
+        peak: Peak of live bytes, relative to the start.
+        left: Live bytes at the end, relative to the start.
     """
 
     flops: int = 0
@@ -362,8 +363,8 @@ class _Counts:
 
 _aten = torch.ops.aten
 _FROM_A_TABLE = (_aten.embedding, _aten.index, _aten.index_select, _aten.gather)
-# Of rows with the matrices of their experts: torch's own, which its backward calls as well, and that of
-# transformers with its backward, which is two of them.
+# Products of rows with the matrices of their experts: torch's own, which its backward calls as well, and the
+# one of transformers, whose backward is two products.
 _GROUPED_PRODUCTS = {
     "aten::_grouped_mm": 1,
     "transformers::grouped_mm_fallback": 1,
@@ -373,7 +374,7 @@ _UNWRITTEN = (_aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empt
 
 
 class _KernelCounter(TorchDispatchMode):
-    """Counts what the kernels do that are called while it is entered.
+    """Counts the costs of the kernels that are called within its context.
 
     Args:
         outside: Tensors that do not count as live.
@@ -387,11 +388,11 @@ class _KernelCounter(TorchDispatchMode):
         self.leave_out(outside)
 
     def leave_out(self, tensors: Iterable[Tensor]) -> None:
-        """Do not count these tensors as live."""
+        """Exclude tensors from the live bytes."""
         self._outside.update(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors)
 
     def reset(self) -> _Counts:
-        """Return what was done since the last time and start again."""
+        """Return the counts since the last reset and start again."""
         live = self._live()
         counts = _Counts(self._flops, self._num_bytes, max(0, self._peak - self._before), live - self._before)
         self._flops = self._num_bytes = 0
@@ -399,11 +400,11 @@ class _KernelCounter(TorchDispatchMode):
         return counts
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and count."""
+        """Run an operation and count it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        if not made:  # a fake tensor is asked for its device, many times
+        if not made:  # queries of the device of fake tensors, which are frequent
             return result
         self._flops += _flops_of(func, args, kwargs, result)
         taken = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
@@ -424,8 +425,8 @@ def _flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
     packet = func._overloadpacket
     if packet in flop_registry:
         return int(flop_registry[packet](*args, **kwargs, out_val=result))
-    # Torch counts the attention of accelerators only. Two products forward; one of them again, and four more,
-    # backward.
+    # Torch counts the attention of accelerators only: two products in the forward; in the backward one of
+    # them again, and four more.
     if packet is _aten._scaled_dot_product_flash_attention_for_cpu:
         query, key, value = args[:3]
         return 2 * _num_pairs(query, key) * (int(query.shape[-1]) + int(value.shape[-1]))
@@ -434,19 +435,19 @@ def _flops_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result:
         return 2 * _num_pairs(query, key) * (3 * int(query.shape[-1]) + 2 * int(value.shape[-1]))
     if (times := _GROUPED_PRODUCTS.get(func._schema.name)) is not None:
         # (rows, features) with (experts, features, outputs), or for their gradient (features, rows) with
-        # (rows, outputs): each row meets one expert.
+        # (rows, outputs): each row is multiplied by one expert.
         first, second = args[:2]
         return times * 2 * int(math.prod(first.shape[-2:])) * int(second.shape[-1])
     return 0
 
 
 def _num_pairs(query: Tensor, key: Tensor) -> int:
-    """Return how many pairs of a query and a key there are, over batch and heads."""
+    """Return the number of pairs of a query and a key, over batch and heads."""
     return math.prod(query.shape[:-1]) * key.shape[-2]
 
 
 def _moved_bytes(func: Any, taken: Sequence[Tensor], made: Sequence[Tensor]) -> int:
-    """Return what a kernel reads and writes; a view moves nothing, and a look-up reads what it finds."""
+    """Return the bytes that a kernel reads and writes; a view moves none, and a lookup reads its result."""
     packet = func._overloadpacket
     storages = {_storage(tensor) for tensor in taken}
     is_view = bool(made) and all(_storage(tensor) in storages for tensor in made)
@@ -459,5 +460,5 @@ def _moved_bytes(func: Any, taken: Sequence[Tensor], made: Sequence[Tensor]) -> 
 
 
 def _num_bytes(tensor: Tensor) -> int:
-    """Return the bytes of a tensor; of one that is expanded, those that are there."""
+    """Return the bytes of a tensor; for an expanded one, those of its memory."""
     return min(tensor.numel() * tensor.dtype.itemsize, tensor.untyped_storage().nbytes())

@@ -1,13 +1,13 @@
-"""The trace of a model: its operations with the shapes of their tensors, and the module that each is from.
+"""The trace of a model: its operations with the shapes of their tensors, and the module of each.
 
-`torch.export` runs the user's model on fake tensors and writes down the operations that the user knows
-(`linear`, `layer_norm`, `scaled_dot_product_attention`). The trace is for costs; what trains is the user's
-own model, so a trace may leave out what has no tensor as a result.
+`torch.export` runs the user's model on fake tensors and records the high-level operations (`linear`,
+`layer_norm`, `scaled_dot_product_attention`). The trace is for costs; training runs the user's own model, so
+a trace can omit calls without a tensor as a result.
 
 [Note: a model that does not export]
 Such a model (a cache among its outputs, attributes that its forward sets) is run once on fake tensors, and
-the operations below autograd are recorded: `addmm` of a transposed weight where an export says `linear`. They
-have the same products, shapes and saved tensors. What is lost: an operation that autograd runs on behalf of a
+the operations below autograd are recorded: `addmm` of a transposed weight instead of `linear`. They have the
+same products, shapes and saved tensors. One thing is lost: an operation that autograd runs on behalf of a
 custom `autograd.Function` counts as one without a backward. Hence `is_exact` is False.
 """
 
@@ -43,12 +43,12 @@ from colossalai.runtime import find_blocks
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """What is known of a tensor without its values.
+    """Metadata of a tensor, without its values.
 
     Attributes:
         shape: Its extents.
         dtype: The type of its elements.
-        stride: Steps between elements; None: those of a contiguous tensor.
+        stride: Steps between elements. None: those of a contiguous tensor.
     """
 
     shape: tuple[int, ...]
@@ -68,10 +68,10 @@ class TensorMeta:
 
 @dataclass(frozen=True)
 class InputSlot:
-    """Stands among the arguments of an operation for one of its tensors.
+    """Placeholder for a tensor among the arguments of an operation.
 
     Attributes:
-        index: Which of the operation's `inputs`.
+        index: Index in the operation's `inputs`.
     """
 
     index: int
@@ -82,14 +82,14 @@ class Operation:
     """One operation of a model.
 
     Attributes:
-        name: Its name, which no other operation of the trace has.
-        target: What is called, such as "aten.addmm.default".
-        module: The full name of the innermost module of the user's model that it is from; "" for the model.
-        inputs: Names of the tensors that it takes, each once.
-        outputs: Names of the tensors that it makes; views and what it changes in place are among them.
+        name: Its name, unique in the trace.
+        target: The operator, such as "aten.addmm.default".
+        module: The full name of the innermost module of the user's model that calls it; "" for the model.
+        inputs: Names of its input tensors, each once.
+        outputs: Names of its output tensors, including views and tensors changed in place.
         arguments: All arguments by their names in the schema; tensors are `InputSlot`s, lists are tuples.
         is_grad_enabled: False under `torch.no_grad()`.
-        autocast: The type that autocast works in around it; None: no autocast.
+        autocast: Dtype of the surrounding autocast. None: no autocast.
     """
 
     name: str
@@ -103,11 +103,11 @@ class Operation:
 
     @property
     def scalars(self) -> tuple[Any, ...]:
-        """The arguments that hold no tensor, in order."""
+        """The arguments without tensors, in order."""
         return tuple(value for _, value in self.arguments if not _has_slot(value))
 
     def argument(self, name: str, default: Any = None) -> Any:
-        """Return an argument by its name in the schema, `default` where the call does not give it."""
+        """Return an argument by its name in the schema, or `default` if the call does not pass it."""
         return dict(self.arguments).get(name, default)
 
 
@@ -116,17 +116,17 @@ class ModelTrace:
     """The operations of one forward of a model.
 
     Attributes:
-        operations: In the order in which they run.
-        tensors: By name, all tensors.
+        operations: The operations in the order in which they run.
+        tensors: All tensors by name.
         inputs: Names of the tensors among the arguments.
         outputs: Names of the tensors that the model returns, in order.
-        params: Tensor name to full parameter name; a tied parameter is there under each of its names.
+        params: Tensor name to full parameter name; a tied parameter has an entry for each of its names.
         buffers: Tensor name to full buffer name.
-        constants: Names of the tensors that the forward finds or makes without its arguments, by values.
-        alias: A tensor to the one whose storage it lies in, for views, in-place results and tied parameters.
+        constants: Names of the tensors that the forward has or makes independently of its arguments.
+        alias: A tensor to the tensor that owns its storage, for views, in-place results and tied parameters.
         trainable: Names of the parameters and inputs that require a gradient.
         device: The type of device that the operations run on.
-        is_exact: False where the model did not export, see [Note: a model that does not export].
+        is_exact: False if the model did not export, see [Note: a model that does not export].
     """
 
     operations: tuple[Operation, ...]
@@ -143,7 +143,7 @@ class ModelTrace:
 
     @cached_property
     def digest(self) -> str:
-        """A sha256 of all of it, the same in every process."""
+        """The sha256 of the trace, the same in every process."""
         text = "\n".join(
             [
                 *map(_text, self.operations),
@@ -158,12 +158,12 @@ class ModelTrace:
 
     @cached_property
     def producers(self) -> Mapping[str, Operation]:
-        """By the name of a tensor, the operation that makes it."""
+        """Operation that makes a tensor, by the name of the tensor."""
         return {name: each for each in self.operations for name in each.outputs}
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Operation, ...]]:
-        """By the name of a tensor, the operations that take it; an entry for every tensor."""
+        """Operations that use a tensor, by the name of the tensor; every tensor has an entry."""
         found: dict[str, list[Operation]] = {name: [] for name in self.tensors}
         for each in self.operations:
             for name in each.inputs:
@@ -176,17 +176,17 @@ class ModelTrace:
         return frozenset([*self.params, *self.buffers, *self.inputs, *self.constants])
 
     def storage_of(self, name: str) -> str:
-        """Return the tensor whose storage a tensor lies in; most lie in their own."""
+        """Return the tensor that owns the storage of a tensor; usually the tensor itself."""
         return self.alias.get(name, name)
 
     @cached_property
     def places(self) -> Mapping[str, int]:
-        """By the name of an operation, its place in the order in which they run."""
+        """Index of each operation in the order in which they run."""
         return {each.name: place for place, each in enumerate(self.operations)}
 
     @cached_property
     def params_of(self) -> Mapping[str, tuple[str, ...]]:
-        """By the full name of a module, the tensors of the parameters that it has itself."""
+        """Tensors of the direct parameters of a module, by the full name of the module."""
         found: defaultdict[str, list[str]] = defaultdict(list)
         for tensor, full in self.params.items():
             found[full.rpartition(".")[0]].append(tensor)
@@ -198,7 +198,7 @@ class ModelTrace:
 
     @cached_property
     def _within(self) -> Mapping[str, tuple[Operation, ...]]:
-        """By the name of a module, the operations of it and of the modules in it."""
+        """Operations of a module and of its submodules, by the name of the module."""
         found: defaultdict[str, list[Operation]] = defaultdict(list)
         for each in self.operations:
             name = each.module
@@ -210,27 +210,27 @@ class ModelTrace:
 
 
 def trace_model(model: nn.Module, meta_args: Mapping[str, Any]) -> ModelTrace:
-    """Trace one forward of a model, in the mode that it is in, without memory and without changing it.
+    """Trace one forward of a model in its current mode, without memory and without changing it.
 
-    An autocast that is entered around the call holds for the trace.
+    A surrounding autocast applies to the trace.
 
-    Recomputation inside the model is not seen: a checkpointed part keeps its activations in the trace.
+    Recomputation inside the model is ignored: a checkpointed part keeps its activations in the trace.
 
     Args:
         model: The model, on any device, the meta device included, or lazily built.
-        meta_args: Arguments of its forward by name. Tensors stand for their shapes and may be on the meta
-            device; what is no tensor is taken as it is. With labels, the loss is among the outputs.
-            `use_cache=False` is added where the forward has this argument.
+        meta_args: Arguments of its forward by name. Only the shapes of tensors are used, so they can be on
+            the meta device; other values are passed on unchanged. With labels, the loss is among the outputs.
+            `use_cache=False` is added if the forward has this argument.
 
     Raises:
-        ValueError: `meta_args` lacks an argument or has one that the forward does not, a shape depends on
-            the values of tensors, or the forward fails.
+        ValueError: `meta_args` lacks an argument or has one that the forward does not accept, a shape depends
+            on the values of tensors, or the forward fails.
     """
     arguments = checked_arguments(model, meta_args)
     reasons = []
-    # Some models run in a trace only if they know of it; see `FakeTwin.run_as_in_training`.
+    # Some models run in a trace only if they detect it; see `FakeTwin.run_as_in_training`.
     for runs_as_in_training in (True, False):
-        twin = FakeTwin(model, arguments)  # one that has run may hold attributes of its first run
+        twin = FakeTwin(model, arguments)  # a used twin can have attributes of its first run
         if runs_as_in_training:
             twin.run_as_in_training()
         try:
@@ -254,11 +254,11 @@ def trace_model(model: nn.Module, meta_args: Mapping[str, Any]) -> ModelTrace:
 
 @dataclass(frozen=True, kw_only=True)
 class EqualBlocks:
-    """Blocks of a model that do the same to tensors of the same shapes.
+    """Blocks of a model that run the same operations on tensors of the same shapes.
 
     Attributes:
-        names: Full names of the blocks, in the order in which the model has them.
-        operations: For each of them its operations; the k-th of one is the k-th of every other.
+        names: Full names of the blocks, in the order of the model.
+        operations: Operations of each block; the k-th of one corresponds to the k-th of every other.
     """
 
     names: tuple[str, ...]
@@ -266,11 +266,11 @@ class EqualBlocks:
 
 
 def repeated_blocks(trace: ModelTrace, model: nn.Module) -> tuple[EqualBlocks, ...]:
-    """Return which of a model's blocks (see `runtime.find_blocks`) are equal but for names.
+    """Return the groups of a model's blocks (see `runtime.find_blocks`) that are equal except for names.
 
-    Equal are: the operations in order, their arguments, the modules inside the block, the shapes, types and
-    strides of all tensors, which tensor goes where, and whether parameters are trained. Blocks that have no
-    equal are left out, and so are blocks that the trace has no operation of.
+    Equal blocks have the same operations in the same order, arguments, modules inside the block, shapes,
+    dtypes and strides of all tensors, data flow, and trained parameters. Blocks without an equal one, or
+    without operations in the trace, are left out.
 
     Args:
         trace: A trace of the model.
@@ -290,7 +290,7 @@ def repeated_blocks(trace: ModelTrace, model: nn.Module) -> tuple[EqualBlocks, .
 
 
 def places_in_blocks(equal: Sequence[EqualBlocks]) -> dict[str, tuple[int, int]]:
-    """Return for each operation of equal blocks the number of their kind, and its place in the block."""
+    """Return the kind of block, and the place in the block, of each operation of equal blocks, by name."""
     return {
         operation.name: (kind, place)
         for kind, blocks in enumerate(equal)
@@ -300,7 +300,7 @@ def places_in_blocks(equal: Sequence[EqualBlocks]) -> dict[str, tuple[int, int]]
 
 
 def _block_text(trace: ModelTrace, prefix: str, operations: Sequence[Operation]) -> str:
-    """Return a text that is the same for equal blocks: tensors are called by the order of their use."""
+    """Return a text that is the same for equal blocks: tensors are numbered in the order of their use."""
     numbers: dict[str, int] = {}
     storages: dict[str, int] = {}
     inside = {name for each in operations for name in each.outputs}
@@ -344,7 +344,7 @@ class _Builder:
         self._kept: list[Tensor] = []  # so that no two storages have the same identity
 
     def add_tensor(self, wanted: str, tensor: Tensor) -> str:
-        """Add a tensor and return its name: the wanted one, with a number behind it if it is taken."""
+        """Add a tensor and return its name: the wanted one, with a number appended if it is taken."""
         name, number = wanted, 0
         while name in self.tensors:
             number += 1
@@ -364,7 +364,7 @@ class _Builder:
             wanted: Its name, as in `add_tensor`.
             tensor: The tensor.
             kind: "param", "buffer", "constant" or "input".
-            full_name: Of a parameter or buffer.
+            full_name: Full name of a parameter or buffer.
         """
         name = self.add_tensor(wanted, tensor)
         if kind == "param":
@@ -383,8 +383,8 @@ class _Builder:
         """Add an operation and return the names of its outputs.
 
         Args:
-            call: What is called.
-            name_of: Says of an argument which tensor it is; None for what is no tensor.
+            call: The call.
+            name_of: Returns the name of an argument that is a tensor, and None for all others.
             wanted: Names for the outputs.
             how: Further fields of the `Operation`.
         """
@@ -394,16 +394,14 @@ class _Builder:
             if (name := name_of(value)) is not None:
                 return InputSlot(inputs.setdefault(name, len(inputs)))
             if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-                return (
-                    1  # what `.item()` gave; costs do not depend on it, and a shape would have been refused
-                )
+                return 1  # a result of `.item()`; costs do not depend on it, and a shape is refused earlier
             return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
         schema = getattr(call.function, "_schema", None)  # a higher-order operator has none
         params = [each.name for each in schema.arguments] if schema else list(map(str, range(len(call.args))))
         named = {**dict(zip(params, call.args, strict=False)), **call.kwargs}
         arguments = tuple((key, frozen(value)) for key, value in named.items())
-        # Without a rate it returns its input itself; on fake tensors, a copy.
+        # Without a rate, a dropout returns its input itself; on fake tensors, a copy.
         if call.function is torch.ops.aten.dropout.default and not (named["train"] and named["p"]):
             whole = next(iter(inputs))
             self._first_on[call.outputs[0].untyped_storage()._cdata] = self._alias.get(whole, whole)
@@ -423,7 +421,7 @@ class _Builder:
         return outputs
 
     def trace(self, outputs: Sequence[str], *, device: str, is_exact: bool) -> ModelTrace:
-        """Return what was collected."""
+        """Return the trace of all added tensors and operations."""
         return ModelTrace(
             operations=tuple(self.operations),
             tensors=self.tensors,
@@ -441,7 +439,7 @@ class _Builder:
 
 @dataclass(frozen=True)
 class _TraceName:
-    """Stands in the arguments of an exported node for a tensor.
+    """Placeholder for a tensor in the arguments of an exported node.
 
     Attributes:
         name: Its name in the trace.
@@ -488,15 +486,15 @@ def _of_export(twin: FakeTwin) -> ModelTrace:
 
 
 class _GraphReader:
-    """Reads operations off exported graphs, those in regions of a graph as if they stood there themselves.
+    """Reads operations from exported graphs; operations of regions are inlined.
 
     Args:
-        builder: Takes them.
-        model: The model that was exported.
+        builder: Collects them.
+        model: The exported model.
     """
 
     def __init__(self, builder: _Builder, model: nn.Module) -> None:
-        self.values: dict[Any, Any] = {}  # by node: a `_TraceName`, a list of them, or what is no tensor
+        self.values: dict[Any, Any] = {}  # by node: a `_TraceName`, a list of them, or another value
         self._builder = builder
         self._model_name = type(model).__name__
         first = {part: name for name, part in model.named_modules()}
@@ -505,7 +503,7 @@ class _GraphReader:
         }
 
     def read(self, graph_module: Any, *, is_grad_enabled: bool, autocast: torch.dtype | None) -> list[Any]:
-        """Read a graph whose placeholders have values; return those of its outputs."""
+        """Read a graph whose placeholders have values; return the values of its outputs."""
         how = {"is_grad_enabled": is_grad_enabled, "autocast": autocast}
         for node in graph_module.graph.nodes:
             if node.op == "get_attr":
@@ -566,7 +564,7 @@ class _GraphReader:
         self.values[node] = parts[0] if isinstance(value, Tensor) else parts
 
     def _module_of(self, node: Any) -> str:
-        """Return the full name of the innermost module, the first one of those that it has.
+        """Return the full name of the innermost module, the first of its names.
 
         A second call of a module is marked by "@1".
         """
@@ -575,7 +573,7 @@ class _GraphReader:
         return self._first_names.get(name, name)
 
     def _names_of_parts(self, node: Any, num_parts: int) -> list[str]:
-        """Name each of several outputs as the graph does that uses it."""
+        """Name each of several outputs like the node that uses it."""
         taken = {user.args[1]: user.name for user in reversed(list(node.users)) if user.target is getitem}
         return [taken.get(number, f"{node.name}_part_{number}") for number in range(num_parts)]
 
@@ -589,7 +587,7 @@ def _of_record(twin: FakeTwin) -> ModelTrace:
     def name_of(value: Any) -> str | None:
         if not isinstance(value, Tensor):
             return None
-        if id(value) not in names:  # the forward holds it, or knows its values
+        if id(value) not in names:  # an attribute of the model, or a tensor with known values
             names[id(value)] = builder.add_outside("c_constant", value, "constant")
         return names[id(value)]
 
@@ -606,7 +604,7 @@ def _of_record(twin: FakeTwin) -> ModelTrace:
 
 
 def _outside_names(builder: _Builder, twin: FakeTwin) -> dict[int, str]:
-    """Add parameters, buffers and arguments; return the name of each by its identity."""
+    """Add parameters, buffers and arguments; return their names by identity."""
     names = {}
     for kind, named in (
         ("param", twin.model.named_parameters(remove_duplicate=False)),

@@ -101,7 +101,7 @@ def test_the_least_that_is_named_works_and_nothing_less(name: str) -> None:
     graph = graph_of(name)
     fewest = least_of(graph)
     assert rotor(graph, fewest).peak_bytes <= fewest
-    with pytest.raises(ValueError, match=f"{graph.model} needs whatever is recomputed: give at least "):
+    with pytest.raises(ValueError, match=f"{graph.model} needs with any recomputation: give at least "):
         rotor(graph, fewest - 1)
 
 
@@ -299,7 +299,7 @@ def test_models_without_a_chain_are_refused(solver: Callable[..., object]) -> No
         solver(symbolic_trace(Mlp(), meta_args={"x": x}).graph)
     with pytest.raises(ValueError, match=r"WithoutBlocks has no blocks .* nn\.ModuleList"):
         solver(metainfo_trace(symbolic_trace(WithoutBlocks(), meta_args={"x": x})).graph)
-    with pytest.raises(ValueError, match=r"the 3 blocks of Branches \('blocks\.0' to .* are no chain"):
+    with pytest.raises(ValueError, match=r"the 3 blocks of Branches \('blocks\.0' to .* do not form a chain"):
         solver(metainfo_trace(symbolic_trace(Branches(), meta_args={"x": x})).graph)
     gated = symbolic_trace(Masked(), {"is_gated": True}, {"x": x, "mask": x})
     with pytest.raises(ValueError, match="6 blocks of Masked"):
@@ -315,7 +315,7 @@ def test_graphs_of_other_traces_are_refused() -> None:
     of_two = metainfo_trace(symbolic_trace(other.unwrap(), meta_args=smaller))
     with pytest.raises(ValueError, match="another trace of GPT"):
         other.graph = chen(of_two.graph)
-    with pytest.raises(ValueError, match="graph is a NoneType: assign what solve"):
+    with pytest.raises(ValueError, match="graph is a NoneType: assign the result of solve"):
         gm.graph = None
     assert gm.graph.segments == other.graph.segments == ()
 

@@ -142,7 +142,7 @@ def test_what_cannot_be_chosen_is_refused_by_name(
 @pytest.mark.unit
 def test_a_plan_without_tensor_parallel_ranks_has_nothing_to_choose() -> None:
     plan = make_plan(gpt(), arguments_of(gpt, 8), world_size=2, **HOW)
-    with pytest.raises(ValueError, match=r"the plan has tp 1 \(dp 2, .* and cuts no layer"):
+    with pytest.raises(ValueError, match=r"the plan has tp 1 \(dp 2, .* so no layer is cut"):
         plan.with_choice(EXPANSION, "output", model=gpt(), meta_args=arguments_of(gpt, 8))
 
 

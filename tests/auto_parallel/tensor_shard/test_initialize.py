@@ -245,9 +245,9 @@ def takes_arguments_by_name() -> Tensor:
     assert module(**given)["loss"].item() == pytest.approx(twin(**given)["loss"].item(), rel=1e-12)
     with pytest.raises(ValueError, match="labels has labels of -100, in other numbers on each of 2 ranks"):
         module(x=given["x"], labels=torch.tensor([-100, *range(1, 8)]))
-    with pytest.raises(ValueError, match=r"argument 0 was not in meta_args, .*it knows labels, x"):
+    with pytest.raises(ValueError, match=r"argument 0 was not in meta_args, .*it has labels, x"):
         module(given["x"], labels=given["labels"])
-    with pytest.raises(ValueError, match="extra is a dict with tensors, of which it is not known"):
+    with pytest.raises(ValueError, match="extra is a dict with tensors, and it is unknown"):
         module(**given, extra={"weights": given["x"]})
     logits: Tensor = module(**given)["logits"]
     return logits.detach()
@@ -320,7 +320,7 @@ def test_a_loader_says_what_the_forward_takes() -> None:
         ({}, "give meta_args"),
         ({"data_loader": []}, "data_loader is empty"),
         ({"data_loader": batches}, "data_loader yields a tuple: give data_process_func"),
-        ({"data_loader": batches, "meta_args": {}}, "both say what the forward takes"),
+        ({"data_loader": batches, "meta_args": {}}, "both define the arguments"),
         ({"meta_args": {"inputs": torch.zeros(2, 4)}}, "inputs"),
         (
             {"meta_args": {"input": torch.zeros(2, 4)}, "solver_preference": "pp"},
