@@ -1,6 +1,6 @@
-"""Device mesh: the ranks as a grid of numbered axes that knows what communication along each of them costs.
+"""Device mesh: the ranks as a grid of numbered axes, with the costs of communication along each of them.
 
-For users: `DeviceMesh`. For the package: `MeshSpeed`, which says what an operation along some axes costs.
+For users: `DeviceMesh`. For the package: `MeshSpeed`, the costs of operations along some axes.
 """
 
 from functools import partial

@@ -1,8 +1,8 @@
-"""Device mesh: a grid of ranks with numbered axes that knows what communication along each of them costs.
+"""Device mesh: a grid of ranks with numbered axes and the costs of communication along each of them.
 
-It is a view of a `colossalai.context.Mesh`, which has the ranks and their process groups. What it adds are
-costs: assumed ones from the latency and bandwidth of the links along each axis, or measured ones. Shapes and
-costs need no job, so that a program on one computer can plan for many.
+It is a view of a `colossalai.context.Mesh`, which has the ranks and their process groups, and adds costs:
+assumed ones from the latency and bandwidth of the links along each axis, or measured ones. Shapes and costs
+need no job, so that a program on one computer can plan for many.
 """
 
 import math
@@ -25,28 +25,28 @@ class DeviceMesh:
 
     Args:
         physical_mesh_id: The global ranks, each once, in a tensor of any shape.
-        mesh_shape: The extents of the logical grid, outermost first, which the ranks fill row by row;
-            default: those of `logical_mesh_id`, else of `physical_mesh_id`.
-        logical_mesh_id: The global ranks at their places in the logical grid; default: as `mesh_shape` says.
-        mesh_alpha: For each axis the seconds of a message between neighbours along it, however short.
-            Default: 1 for every axis. Costs are then no seconds and good for comparing only.
-        mesh_beta: For each axis the seconds per byte; default: 1, as for `mesh_alpha`.
-        init_process_group: Make the process groups now: along each axis, and of all ranks. Otherwise they are
-            made when they are first used. Every rank of the job calls it.
+        mesh_shape: The extents of the logical grid, outermost first, filled row by row. Default: those of
+            `logical_mesh_id`, otherwise of `physical_mesh_id`.
+        logical_mesh_id: The global ranks at their places in the logical grid. Default: by `mesh_shape`.
+        mesh_alpha: For each axis, the latency of a message between neighbors along it in seconds. Default: 1
+            for every axis. Costs are then only meaningful relative to each other.
+        mesh_beta: For each axis, the seconds per byte. Default: 1, as for `mesh_alpha`.
+        init_process_group: Whether to create the process groups now: along each axis, and of all ranks; every
+            rank of the job has to call it then. Otherwise they are created on first use.
 
     Attributes:
-        mesh: The grid, with axes "0", "1", ... Where a job has groups of the same ranks already, let it take
-            those: `device_mesh.mesh.take_groups_of(mesh)`.
-        speed: What operations along the axes cost.
-        physical_mesh_id: As given.
+        mesh: The grid, with axes "0", "1", ... If a job already has groups of the same ranks, reuse them by
+            `device_mesh.mesh.take_groups_of(mesh)`.
+        speed: Costs of operations along the axes.
+        physical_mesh_id: The given global ranks.
         logical_mesh_id: The global ranks in the logical grid.
-        mesh_alpha: As given, or its default.
-        mesh_beta: As given, or its default.
+        mesh_alpha: The given value, or its default.
+        mesh_beta: The given value, or its default.
 
     Raises:
-        ValueError: `physical_mesh_id` does not name each rank once, `mesh_shape` or `logical_mesh_id` are not
-            of these ranks, `mesh_alpha` or `mesh_beta` has not one number of 0 or more for each axis, or
-            groups are to be made without a job of as many ranks.
+        ValueError: `physical_mesh_id` does not have each rank once, `mesh_shape` or `logical_mesh_id` does
+            not fit these ranks, `mesh_alpha` or `mesh_beta` does not have one number of 0 or more for each
+            axis, or groups are to be created without a job of as many ranks.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class DeviceMesh:
         return f"DeviceMesh(shape={self.shape}, {known} costs)"
 
     def flatten(self) -> "DeviceMesh":
-        """Return the mesh with all its ranks along one axis, on the same groups; costs go with it."""
+        """Return the mesh with all its ranks along one axis, with the same groups and costs."""
         flat = DeviceMesh(
             self.physical_mesh_id,
             logical_mesh_id=self.logical_mesh_id.flatten(),
@@ -96,11 +96,11 @@ class DeviceMesh:
     def all_gather_cost(self, num_bytes: float, mesh_dim: int) -> float:
         """Return the seconds of an all-gather along an axis.
 
-        From the links: (p - 1) alpha + (p - 1) / p beta n for p ranks; see [Note: cost of a ring]. Once
-        measured: alpha + beta n of this operation along this axis. So for the other operations.
+        From the links: (p - 1) alpha + (p - 1) / p beta n for p ranks; see [Note: cost of a ring]. After a
+        measurement: alpha + beta n of this operation along this axis. The same holds for other operations.
 
         Args:
-            num_bytes: Of the result, n.
+            num_bytes: Bytes of the result, n.
             mesh_dim: The number of the axis; negative ones count from the last.
 
         Raises:
@@ -112,7 +112,7 @@ class DeviceMesh:
         """Return the seconds of a reduce-scatter: (p - 1) alpha + (p - 1) / p beta n from the links.
 
         Args:
-            num_bytes: Of each rank's operand, n.
+            num_bytes: Bytes of each rank's operand, n.
             mesh_dim: The number of the axis.
 
         Raises:
@@ -124,7 +124,7 @@ class DeviceMesh:
         """Return the seconds of an all-reduce: 2 (p - 1) alpha + 2 (p - 1) / p beta n from the links.
 
         Args:
-            num_bytes: Of each rank's operand, n.
+            num_bytes: Bytes of each rank's operand, n.
             mesh_dim: The number of the axis.
 
         Raises:
@@ -136,7 +136,7 @@ class DeviceMesh:
         """Return the seconds of an all-to-all: (p - 1) alpha + (p - 1) / p beta n from the links.
 
         Args:
-            num_bytes: Of each rank's operand, n, its own part among it.
+            num_bytes: Bytes of each rank's operand, n, including its own part.
             mesh_dim: The number of the axis.
 
         Raises:
@@ -145,28 +145,28 @@ class DeviceMesh:
         return self.speed.cost("all_to_all", num_bytes, self._axis(mesh_dim))
 
     def profile(self, *, show_progress: bool = True) -> MeshSpeed:
-        """Measure all operations along each axis and each run of adjacent ones; every rank calls it.
+        """Measure all operations along each axis and each run of adjacent axes; collective over the job.
 
-        The costs are those measured from then on, the same on all ranks. It takes some seconds, in which the
-        ranks should do nothing else.
+        Later costs are the measured ones, the same on all ranks. This takes some seconds, during which the
+        ranks should be idle otherwise.
 
         Args:
-            show_progress: Draw a bar, if rank 0 has a terminal.
+            show_progress: Whether to draw a bar, if rank 0 has a terminal.
 
         Raises:
-            ValueError: `num_devices` is not the number of ranks of a job that runs, or it is 1.
+            ValueError: `num_devices` is not the number of ranks of a running job, or it is 1.
         """
         self._check_job("profile()")
         if self.num_devices == 1:
-            raise ValueError("profile() of a mesh of one rank: there is nobody to communicate with")
+            raise ValueError("profile() of a mesh of one rank: communication needs two ranks or more")
         self.speed = measure_speed(self.mesh, show_progress=show_progress)
         return self.speed
 
     def save(self, path: str | Path) -> None:
-        """Write what was measured, and on which machine, as JSON; in a job rank 0 writes.
+        """Write the measured costs and their machine as JSON; in a job rank 0 writes.
 
         Raises:
-            ValueError: Costs are assumed, not measured.
+            ValueError: The costs are assumed, not measured.
         """
         text = self.to_json()
         if not self._is_of_job() or dist.get_rank() == 0:
@@ -176,32 +176,32 @@ class DeviceMesh:
         """Return the text that `save` writes.
 
         Raises:
-            ValueError: Costs are assumed, not measured.
+            ValueError: The costs are assumed, not measured.
         """
         if self.speed.machine is None:
             raise ValueError("the costs of this mesh are assumed: measure them with profile() first")
         return to_json(self.speed, self.mesh.order)
 
     def load(self, path: str | Path, *, allow_other_machine: bool = False) -> MeshSpeed:
-        """Read what was measured before, in this shape or in another one over the same ranks.
+        """Read measured costs, of this shape or of another one over the same ranks.
 
-        In a job rank 0 reads, every rank calls it, and hosts, cores, device, backend and torch's version must
-        be those of the file. Without a job, hosts, cores and torch's version must be this computer's.
+        In a job rank 0 reads, every rank has to call it, and hosts, cores, device, backend and torch's
+        version must match the file. Without a job, hosts, cores and torch's version must be this computer's.
 
         Args:
-            path: What `save` wrote.
-            allow_other_machine: Take the figures of another machine: to plan for it here.
+            path: File of `save`.
+            allow_other_machine: Whether to accept the figures of another machine, to plan for it here.
 
         Raises:
-            ValueError: `path` cannot be read or is no such file, is of other ranks or in another order, or it
-                is of another machine; the message says what differs.
+            ValueError: `path` cannot be read or is not a file of `save`, has other ranks or another order, or
+                was measured on another machine; the message has the differences.
         """
         is_of_job = self._is_of_job()
         told = ("", "")
         if not is_of_job or dist.get_rank() == 0:
             try:
                 told = ("text", Path(path).read_text())
-            except (OSError, UnicodeDecodeError) as error:  # the others wait for it
+            except (OSError, UnicodeDecodeError) as error:  # the other ranks wait in the broadcast below
                 told = ("error", str(error))
         kind, text = broadcast_value(told, source=0) if is_of_job else told
         if kind == "error":
@@ -221,18 +221,18 @@ class DeviceMesh:
         """Return the logical shape of these ranks over which a list of operations takes least time.
 
         Args:
-            operations: For each one (operation, bytes, role). The operation is one of `OPERATIONS`. The role
-                is any name; the shape gets one axis for each role, in the order that is cheapest. Bytes are a
-                number, or a function of {role: number of ranks}, where they depend on it; `math.inf` forbids
-                a shape:
+            operations: Tuples (operation, bytes, role). The operation is one of `OPERATIONS`. The role is any
+                name; the shape has one axis for each role, in the cheapest order. Bytes are a number, or a
+                function of {role: number of ranks}; `math.inf` forbids a shape:
 
                     [("all_reduce", 2e7, "tp"), ("all_reduce", lambda ranks: 4e8 / ranks["tp"], "dp")]
 
         Returns:
-            The shape, what each of its axes is for, and the predicted time.
+            The shape, the role of each of its axes, and the predicted time.
 
         Raises:
-            ValueError: `operations` is empty, has an unknown operation or negative bytes, or forbids all.
+            ValueError: `operations` is empty, has an unknown operation or negative bytes, or forbids all
+                shapes.
         """
         return search_shape(self.speed, operations)
 
@@ -242,7 +242,7 @@ class DeviceMesh:
         return str(mesh_dim % len(self.shape))
 
     def _is_of_job(self) -> bool:
-        """Whether a job runs whose ranks are those of the mesh."""
+        """Whether a job with the ranks of the mesh is running."""
         return dist.is_initialized() and dist.get_world_size() == self.num_devices
 
     def _check_job(self, what: str) -> None:
@@ -280,7 +280,7 @@ def _logical(
     if logical is None:
         extents = tuple(physical.shape if shape is None else shape)
         if math.prod(extents) != len(ranks) or min(extents, default=1) < 1 or not extents:
-            raise ValueError(f"mesh_shape={extents} is no shape of {len(ranks)} ranks")
+            raise ValueError(f"mesh_shape={extents} is not a shape of {len(ranks)} ranks")
         return physical.cpu().reshape(extents)
     if shape is not None and tuple(shape) != tuple(logical.shape):
         raise ValueError(
@@ -306,7 +306,7 @@ def _coefficients(name: str, given: Sequence[float] | None, shape: Sequence[int]
 
 
 def _device_type() -> str:
-    """Return the type of devices whose tensors the job communicates."""
+    """Return the type of devices that the job's backend communicates."""
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is not None and dist.is_initialized():
         library = dist.get_default_backend_for_device(accelerator.type)

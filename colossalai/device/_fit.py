@@ -6,8 +6,8 @@ over four orders of magnitude, so deviations are counted relative to the line: t
 
     sum over i of ((alpha + beta n_i - t_i) / (alpha + beta n_i))^2.
 
-An ordinary fit would see the largest sizes only, and weights of 1 / t_i would pull the line below noisy
-times: a time that is too short weighs more than one that is too long.
+An ordinary fit would be dominated by the largest sizes, and weights of 1 / t_i would pull the line below
+noisy times, since too short times would weigh more than too long ones.
 """
 
 import math
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_NUM_PASSES = 20  # of the reweighting; it settles after about five
+_NUM_PASSES = 20  # of the reweighting; it converges after about five
 
 
 @dataclass(frozen=True)
 class AlphaBeta:
-    """A line: what an operation on `n` bytes takes is `alpha + beta * n`.
+    """A line: an operation on `n` bytes takes `alpha + beta * n` seconds.
 
     Attributes:
-        alpha: Seconds, however few the bytes.
+        alpha: Latency in seconds.
         beta: Seconds per byte.
-        error: Root mean square of the relative deviations of the times that it was fitted to; 0: not fitted.
+        error: Root mean square of the relative deviations of the fitted times; 0: not fitted.
     """
 
     alpha: float
@@ -34,16 +34,16 @@ class AlphaBeta:
     error: float = 0.0
 
     def seconds(self, num_bytes: float) -> float:
-        """Return what an operation on so many bytes takes."""
+        """Return the seconds of an operation on some bytes."""
         return self.alpha + self.beta * num_bytes
 
 
 def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBeta:
-    """Return the line that deviates least, relatively, from measured times; neither part is negative.
+    """Return the line with the least relative deviation from measured times; neither part is negative.
 
     Args:
         sizes: Bytes; at least two different numbers.
-        seconds: What each took.
+        seconds: Seconds of each size.
 
     Raises:
         ValueError: `sizes` and `seconds` are not equally long, `sizes` has fewer than two different numbers,
@@ -68,9 +68,9 @@ def fit_alpha_beta(sizes: Sequence[float], seconds: Sequence[float]) -> AlphaBet
 def _weighted(n: np.ndarray, t: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
     """Return the alpha and beta of least squares with given weights, neither of them negative."""
     rows = np.stack([weights, weights * n], axis=1)
-    scale = np.linalg.norm(rows, axis=0)  # a byte takes a millionth of what a message does
+    scale = np.linalg.norm(rows, axis=0)  # a byte takes a millionth of the time of a message
     alpha, beta = np.linalg.lstsq(rows / scale, weights * t, rcond=None)[0] / scale
-    if beta < 0:  # longer messages were not slower: all of it is start-up time
+    if beta < 0:  # longer messages were not slower: all of the time is latency
         return float(np.sum(weights**2 * t) / np.sum(weights**2)), 0.0
     if alpha < 0:
         return 0.0, float(np.sum(weights**2 * n * t) / np.sum((weights * n) ** 2))

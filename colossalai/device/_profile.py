@@ -1,12 +1,12 @@
 """Measured communication: the times of each operation along axes of a mesh, and the lines fitted to them.
 
-[Note: what is timed]
-A call is timed as it is used: through `colossalai.communication`, result allocated by it. Before the timed
-calls goes one that is not, with nothing in between: ranks leave a barrier at different moments, which on a
-busy machine are further apart than a short message takes, and so they meet in the call itself. Groups along
-an axis communicate all at once, as they do in a training. The time is that of the slowest rank, the median of
-some rounds, of fewer where the machine is slow. A round has all sizes, so that what disturbs the machine for
-a while disturbs no size alone. Calls above 1 MB are timed once.
+[Note: timed calls]
+A call is timed as in real use: through `colossalai.communication`, including the allocation of its result. An
+untimed call directly precedes the timed ones: ranks leave a barrier at different moments, which on a busy
+machine are further apart than a short message takes, so the call itself synchronizes them. Groups along an
+axis communicate all at once, as in training. The time is that of the slowest rank, the median of some rounds,
+of fewer on a slow machine. A round has all sizes, so that a temporary disturbance of the machine affects no
+size alone. Calls above 1 MB are timed once.
 """
 
 import os
@@ -31,19 +31,19 @@ PROFILE_SIZES = tuple(1 << power for power in range(10, 25, 2))
 _LARGE = 1 << 20  # bytes above which a call is timed once
 _NUM_ROUNDS = 7
 _FEWEST_ROUNDS = 3
-_PATIENCE_S = 0.5  # for an operation along some axes; then no round but the fewest begins
-_NUM_CALLS = 2  # of a round, one after the other
+_PATIENCE_S = 0.5  # seconds of an operation along some axes, after which only the fewest rounds are run
+_NUM_CALLS = 2  # calls of a round, in sequence
 _FLOAT = 4  # bytes
 
 Advance = Callable[[str], None]
 
 
 def measure_speed(mesh: Mesh, *, show_progress: bool) -> MeshSpeed:
-    """Measure all operations along every run of adjacent axes of a mesh; every rank of the job calls it.
+    """Measure all operations along every run of adjacent axes of a mesh; collective over the job.
 
     Args:
-        mesh: The mesh; its groups are made where they are not there yet.
-        show_progress: Draw a bar on the terminal of rank 0.
+        mesh: The mesh; missing groups are created.
+        show_progress: Whether to draw a bar on the terminal of rank 0.
     """
     names, shape = tuple(mesh.axes), tuple(mesh.axes.values())
     runs: dict[Extents, tuple[str, ...]] = {}
@@ -64,26 +64,26 @@ def measure_speed(mesh: Mesh, *, show_progress: bool) -> MeshSpeed:
 
 
 def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, float]:
-    """Return the seconds of an operation for each size; every rank of the job calls it.
+    """Return the seconds of an operation for each size; collective over the job.
 
-    See [Note: what is timed].
+    See [Note: timed calls].
 
     Args:
         op: One of `OPERATIONS`.
-        axis: What it runs along; all groups along it communicate at the same time.
-        sizes: See [Note: num_bytes]; rounded up so that the ranks of the axis can divide them.
+        axis: Axis of the operation; all groups along it communicate at the same time.
+        sizes: See [Note: num_bytes]; rounded up to a multiple of the ranks of the axis.
 
     Returns:
-        The seconds by the size as it was rounded.
+        The seconds by rounded size.
     """
     everybody = axis.mesh.axis(tuple(axis.mesh.axes))
     unit = _FLOAT * axis.size
     calls = {(rounded := -(-size // unit) * unit): _call(op, axis, rounded) for size in sizes}
-    next(iter(calls.values()))()  # connections are made with the first call
+    next(iter(calls.values()))()  # the first call opens the connections
     found: dict[int, list[float]] = {size: [] for size in calls}
     begin = time.perf_counter()
     for number in range(_NUM_ROUNDS):
-        elapsed = _meet(everybody, time.perf_counter() - begin)  # the same on all ranks: they end together
+        elapsed = _meet(everybody, time.perf_counter() - begin)  # the same on all ranks: they stop together
         if number >= _FEWEST_ROUNDS and elapsed > _PATIENCE_S:
             break
         for size, call in calls.items():
@@ -105,7 +105,7 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
 
 
 def machine_of_job(device_type: str) -> Machine:
-    """Return what times of this job hold for; every rank calls it. Without a job: this host, one rank."""
+    """Return the machine of this job; collective over it. Without a job: this host with one rank."""
     own = (platform.node() or socket.gethostname(), os.cpu_count() or 1)
     ranks = gather_values(own) if dist.is_initialized() else [own]
     return Machine(
@@ -120,7 +120,7 @@ def machine_of_job(device_type: str) -> Machine:
 
 
 def _call(op: str, axis: Axis, num_bytes: int) -> Callable[[], object]:
-    """Return what runs an operation once."""
+    """Return a function that runs an operation once."""
     tensor = torch.zeros(axis.size, num_bytes // _FLOAT // axis.size, device=axis.mesh.device_type)
     part = tensor[0].clone()
     run: dict[str, Callable[[], object]] = {
@@ -134,20 +134,20 @@ def _call(op: str, axis: Axis, num_bytes: int) -> Callable[[], object]:
 
 
 def _meet(everybody: Axis, own: float) -> float:
-    """Wait for all ranks, with nothing left to do on a device, and return the largest of their numbers."""
+    """Wait for all ranks and for pending device work, and return the maximum of their numbers."""
     number = torch.tensor([own], device=everybody.mesh.device_type)
     return all_reduce(number, everybody, dist.ReduceOp.MAX).item()
 
 
 def _finish(mesh: Mesh) -> None:
-    """Wait for the device: only there a call returns before it has ended."""
+    """Wait for the device: on accelerators a call returns before it has completed."""
     if mesh.device_type != "cpu":
         torch.accelerator.synchronize()
 
 
 @contextmanager
 def _progress(total: int, *, is_shown: bool) -> Iterator[Advance]:
-    """Draw a bar on a terminal; what is given is called with what comes next."""
+    """Draw a bar on a terminal; yields a function that takes the name of the next step."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 

@@ -1,4 +1,4 @@
-"""Search of a logical shape: which grid of the ranks makes a list of operations cheapest."""
+"""Search of a logical shape: the grid of the ranks on which a list of operations is cheapest."""
 
 import itertools
 import math
@@ -8,18 +8,18 @@ from dataclasses import dataclass
 from colossalai.device._speed import OPERATIONS, MeshSpeed
 
 NumBytes = float | Callable[[Mapping[str, int]], float]
-"""Bytes of an operation, or what says them for given numbers of ranks: `lambda ranks: 4e8 / ranks["tp"]`."""
+"""Bytes of an operation, or a function of the numbers of ranks: `lambda ranks: 4e8 / ranks["tp"]`."""
 
 Operation = tuple[str, NumBytes, str]
 
 
 @dataclass(frozen=True)
 class ShapeChoice:
-    """A logical shape, and what a list of operations takes over it.
+    """A logical shape, and the time of a list of operations over it.
 
     Attributes:
         shape: The extents, outermost axis first.
-        roles: What each axis is for.
+        roles: The role of each axis.
         seconds: The sum over the operations.
     """
 
@@ -34,17 +34,17 @@ class ShapeChoice:
 
 
 def search_shape(speed: MeshSpeed, operations: Sequence[Operation]) -> ShapeChoice:
-    """Return the cheapest shape with one axis for each role; of equal ones that whose first role is outside.
+    """Return the cheapest shape with one axis for each role; ties are broken by the order of the roles.
 
-    All ways to write the number of ranks as a product are tried, each with the roles in all orders.
+    All factorizations of the number of ranks are tried, each with the roles in all orders.
 
     Args:
-        speed: What operations cost over the ranks.
+        speed: Costs of operations over the ranks.
         operations: See `DeviceMesh.search_shape`.
 
     Raises:
-        ValueError: `operations` is empty, has an unknown operation, or negative bytes (or none that are a
-            number), or it costs infinitely much in every shape.
+        ValueError: `operations` is empty, has an unknown operation, or bytes that are negative or not a
+            number, or its cost is infinite in every shape.
     """
     if not operations:
         raise ValueError("operations=[]: give at least one (operation, bytes, role of an axis)")
@@ -70,14 +70,14 @@ def _seconds(speed: MeshSpeed, roles: Sequence[str], operations: Sequence[Operat
     total = 0.0
     for op, num_bytes, role in operations:
         size = num_bytes(num_ranks) if callable(num_bytes) else num_bytes
-        if size == math.inf:  # also where one rank would pay nothing
+        if size == math.inf:  # also forbidden along an axis of one rank, where the cost would be 0
             return math.inf
         total += speed.cost(op, size, axis_of[role])
     return total
 
 
 def _factorizations(number: int, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield all ways to write a number as a product of so many factors, in all orders."""
+    """Yield all factorizations of a number into `count` factors, in all orders."""
     if count == 1:
         yield (number,)
         return

@@ -1,8 +1,8 @@
-"""Mesh speed: what operations along the axes of a mesh cost, from measured lines or from its links.
+"""Mesh speed: the costs of operations along the axes of a mesh, from measured lines or from its links.
 
 [Note: num_bytes]
-The bytes of an operation are those of the larger one of the tensors that a rank has before and after it: of
-the result of an all-gather, of the operand of a reduce-scatter, of either one of the others.
+The bytes of an operation are those of the larger of a rank's tensors before and after it: of the result of an
+all-gather, of the operand of a reduce-scatter, of either one for the others.
 
 [Note: cost of a ring]
 Over p ranks that form a ring of links, each of which takes alpha + beta n for a message of n bytes, with n as
@@ -16,8 +16,8 @@ The model is Hockney's; the counts are those of the ring and pairwise algorithms
 and W. Gropp, "Optimization of Collective Communication Operations in MPICH" (IJHPCA 19, 2005), and of P.
 Patarasuk and X. Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations" (JPDC 69, 2009).
 
-What was measured needs no such counts: a line for each operation and group. They serve where only the links
-are known, and carry a measured line over to groups of another size, within those that were measured.
+Measurements need no such counts: there is a line for each operation and group. The counts are used if only
+the links are known, and to scale a measured line to groups of another size, within the measured ones.
 """
 
 import itertools
@@ -31,20 +31,20 @@ from colossalai.device._fit import AlphaBeta
 OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "all_to_all", "point_to_point")
 
 Extents = tuple[tuple[int, int], ...]
-"""What tells kinds of groups apart in any grid over the same ranks: extent and stride of each axis that they
-run along, outermost first, adjacent axes as one."""
+"""Kind of groups, comparable between all grids over the same ranks: extent and stride of each axis of the
+group, outermost first, adjacent axes merged."""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What measured times hold for.
+    """The machine of measured times.
 
     Attributes:
         hosts: The host name of each rank.
         cores: The number of cores of each rank's host.
-        device: What computes: "cpu", or the name of an accelerator.
+        device: The device: "cpu", or the name of an accelerator.
         backend: The communication library.
-        torch: Its version.
+        torch: The version of torch.
     """
 
     hosts: tuple[str, ...]
@@ -54,7 +54,7 @@ class Machine:
     torch: str
 
     def differences(self, other: "Machine") -> list[str]:
-        """Return a sentence for each thing in which another machine differs from this one."""
+        """Return a sentence for each difference of another machine."""
         return [
             f"{name}: {getattr(self, name)!r}, not {getattr(other, name)!r}"
             for name in ("hosts", "cores", "device", "backend", "torch")
@@ -64,12 +64,12 @@ class Machine:
 
 @dataclass(frozen=True)
 class MeshSpeed:
-    """What communication along the axes of a mesh costs.
+    """Costs of communication along the axes of a mesh.
 
     Attributes:
         shape: The extents of the mesh, whose axes are named "0", "1", ...
-        lines: For each kind of groups the line of every operation.
-        machine: Where it was measured; None: the lines follow from assumed links.
+        lines: Line of every operation for each kind of groups.
+        machine: Machine of the measurement. None: the lines follow from assumed links.
     """
 
     shape: tuple[int, ...]
@@ -78,12 +78,12 @@ class MeshSpeed:
 
     @classmethod
     def of_links(cls, shape: Sequence[int], alpha: Sequence[float], beta: Sequence[float]) -> "MeshSpeed":
-        """Return the speed of a mesh of rings, see [Note: cost of a ring]; several axes are as the slowest.
+        """Return the speed of a mesh of rings, see [Note: cost of a ring]; several axes use the slowest.
 
         Args:
             shape: The extents of the mesh.
-            alpha: For each axis the seconds of a message between neighbours along it, however short.
-            beta: For each axis the seconds per byte.
+            alpha: For each axis, the latency of a message between neighbors along it in seconds.
+            beta: For each axis, the seconds per byte.
         """
         lines = {}
         for axes in _combinations(len(shape)):
@@ -96,17 +96,17 @@ class MeshSpeed:
         """Return the same speed over the ranks in another grid, counted row by row in both.
 
         Raises:
-            ValueError: `shape` is not one of as many ranks.
+            ValueError: `shape` has another number of ranks.
         """
         if math.prod(shape) != math.prod(self.shape):
             raise ValueError(f"the shape {tuple(shape)} is not one of {math.prod(self.shape)} ranks")
         return replace(self, shape=tuple(shape))
 
     def cost(self, op: str, num_bytes: float, axes: str | Sequence[str]) -> float:
-        """Return the seconds that an operation takes along one axis, or along several taken together.
+        """Return the seconds of an operation along one axis, or along several taken together.
 
-        Groups that were not measured cost what the smallest measured ones around them say: a part for each
-        step of a ring, see [Note: cost of a ring]. Along an axis of one rank everything is free.
+        Costs of unmeasured groups are scaled from the smallest measured groups around them, by the steps of a
+        ring, see [Note: cost of a ring]. Along an axis of one rank the cost is 0.
 
         Args:
             op: One of `OPERATIONS`.
@@ -114,7 +114,7 @@ class MeshSpeed:
             axes: Names of axes: "0", "1", ...
 
         Raises:
-            ValueError: `op` is no operation, `axes` names no axis, or `num_bytes` is negative.
+            ValueError: `op` is unknown, `axes` has an unknown axis, or `num_bytes` is negative.
         """
         line = self.line(op, axes)
         if not num_bytes >= 0:
@@ -122,10 +122,10 @@ class MeshSpeed:
         return line.seconds(num_bytes)
 
     def line(self, op: str, axes: str | Sequence[str]) -> AlphaBeta:
-        """Return the line behind `cost`.
+        """Return the line that `cost` uses.
 
         Raises:
-            ValueError: `op` is no operation, or `axes` names no axis.
+            ValueError: `op` is unknown, or `axes` has an unknown axis.
         """
         names = (axes,) if isinstance(axes, str) else tuple(axes)
         found = self._by_axes.get(frozenset(names))
@@ -140,14 +140,14 @@ class MeshSpeed:
 
     @cached_property
     def _by_axes(self) -> Mapping[frozenset[str], Mapping[str, AlphaBeta]]:
-        """For all axes that can be taken together the line of every operation."""
+        """Lines of every operation, for all combinations of axes."""
         return {
             frozenset(map(str, axes)): self._lines_of(extents_of(self.shape, axes))
             for axes in _combinations(len(self.shape))
         }
 
     def _lines_of(self, extents: Extents) -> Mapping[str, AlphaBeta]:
-        """Return the lines of a kind of groups, carried over from larger groups if it was not measured."""
+        """Return the lines of a kind of groups, scaled from larger groups if it was not measured."""
         num_ranks = _num_ranks(extents)
         if num_ranks == 1:
             return dict.fromkeys(OPERATIONS, AlphaBeta(0.0, 0.0))
@@ -171,13 +171,13 @@ def over_ring(op: str, link: AlphaBeta, num_ranks: int) -> AlphaBeta:
 
 
 def of_link(op: str, line: AlphaBeta, num_ranks: int) -> AlphaBeta:
-    """Return the line of a link over whose ring an operation has a given line; the inverse of `over_ring`."""
+    """Return the line of a link from the line of an operation over its ring; the inverse of `over_ring`."""
     steps, share = _ring(op, num_ranks)
     return AlphaBeta(line.alpha / steps, line.beta / share, line.error)
 
 
 def _ring(op: str, num_ranks: int) -> tuple[int, float]:
-    """Return the messages that a rank sends one after the other, and the bytes as a part of all."""
+    """Return the number of sequential messages of a rank, and its bytes as a fraction of the total."""
     if num_ranks == 1:
         return 0, 0.0
     if op == "point_to_point":
@@ -187,7 +187,7 @@ def _ring(op: str, num_ranks: int) -> tuple[int, float]:
 
 
 def extents_of(shape: Sequence[int], axes: Sequence[int]) -> Extents:
-    """Return what groups along some axes of a grid are, in whatever grid over the same ranks.
+    """Return the kind of groups along some axes of a grid, comparable between all grids over the ranks.
 
     Args:
         shape: The extents of the grid.
@@ -198,7 +198,7 @@ def extents_of(shape: Sequence[int], axes: Sequence[int]) -> Extents:
         extent, stride = shape[axis], math.prod(shape[axis + 1 :])
         if extent == 1:
             continue
-        if found and found[-1][1] == extent * stride:  # one axis after the other: as one
+        if found and found[-1][1] == extent * stride:  # adjacent axes: merge them
             found[-1] = (found[-1][0] * extent, stride)
         else:
             found.append((extent, stride))
@@ -206,14 +206,14 @@ def extents_of(shape: Sequence[int], axes: Sequence[int]) -> Extents:
 
 
 def is_within(inner: Extents, outer: Extents, world_size: int) -> bool:
-    """Whether each group of one kind lies in a single group of another kind."""
+    """Whether each group of one kind is contained in a single group of another kind."""
     return all(
         _first_of(place, outer) == _first_of(_first_of(place, inner), outer) for place in range(world_size)
     )
 
 
 def _first_of(place: int, extents: Extents) -> int:
-    """Return the first place of the group that a place of the grid is in."""
+    """Return the first place of the group of a place of the grid."""
     return place - sum(place // stride % extent * stride for extent, stride in extents)
 
 

@@ -16,7 +16,7 @@ def to_json(speed: MeshSpeed, order: Sequence[int]) -> str:
     """Return a measured speed as the text of a file.
 
     Args:
-        speed: What was measured.
+        speed: The measured speed.
         order: The global ranks of the grid, row by row.
     """
     assert speed.machine is not None, "assumed costs are no property of a machine"
@@ -38,14 +38,14 @@ def to_json(speed: MeshSpeed, order: Sequence[int]) -> str:
 
 
 def from_json(text: str, *, name: str) -> tuple[MeshSpeed, tuple[int, ...]]:
-    """Return what `to_json` wrote: the speed and the order of ranks.
+    """Return the speed and the order of ranks of a text written by `to_json`.
 
     Args:
         text: The content.
-        name: Of the file, for messages.
+        name: Name of the file, for messages.
 
     Raises:
-        ValueError: `text` is not what `to_json` writes.
+        ValueError: `text` is not a text of `to_json`.
     """
     try:
         content = json.loads(text)

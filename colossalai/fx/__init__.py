@@ -1,4 +1,4 @@
-"""Traces of models by their documented names; what runs is the user's own model."""
+"""Traces of models under their documented names; training runs the user's own model."""
 
 from colossalai.fx._traced import ColoTracer as ColoTracer
 from colossalai.fx._traced import TracedModule as TracedModule

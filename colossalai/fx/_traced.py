@@ -1,8 +1,8 @@
-"""Traced module: the user's own model, and a graph that says what it computes and what of it is recomputed.
+"""Traced module: the user's own model, with a graph of its operations and its recomputed blocks.
 
-The documented names stand on the trace of `colossalai.auto_parallel`. No code is generated from it: the trace
-is for costs, and what runs and trains is the model that was given. Its graph is a frozen value; assigning one
-in which blocks are recomputed lets these blocks of the model be recomputed.
+The documented names use the trace of `colossalai.auto_parallel`. No code is generated from it: the trace is
+for costs, and the given model is run and trained. Its graph is a frozen value; assigning a graph with
+recomputed blocks activates their recomputation in the model.
 """
 
 import inspect
@@ -23,15 +23,15 @@ _PLAIN = (bool, int, float, complex, str, bytes, torch.dtype, torch.device, type
 
 
 class TracedModule(nn.Module):
-    """A model with its graph: what `symbolic_trace` and `metainfo_trace` return.
+    """A model with its graph, returned by `symbolic_trace` and `metainfo_trace`.
 
-    It computes, trains and is saved as the model: `state_dict`, `named_parameters`, `named_buffers` and
-    attributes (`gm.config`) have the model's own names. What is done to one of the two is done to both.
+    It computes, trains and is saved like the model: `state_dict`, `named_parameters`, `named_buffers` and
+    attributes (`gm.config`) have the model's own names. Changes of one of the two apply to both.
 
     Args:
-        model: The model, which is held, not copied.
-        graph: Of the model.
-        arguments: Those of the forward that the graph is of, by name; no tensor in them has memory.
+        model: The model; it is referenced, not copied.
+        graph: Graph of the model.
+        arguments: Arguments of the traced forward by name, without memory for tensors.
     """
 
     def __init__(self, model: nn.Module, graph: TracedGraph, arguments: Mapping[str, Any]) -> None:
@@ -58,7 +58,7 @@ class TracedModule(nn.Module):
             setattr(self.module, name, value)
 
     def __delattr__(self, name: str) -> None:
-        """Delete an attribute where it is read."""
+        """Delete an attribute of the wrapper or of the model, as it would be read."""
         if name == "module" or is_own_attribute(self, name):
             super().__delattr__(name)
         else:
@@ -66,20 +66,20 @@ class TracedModule(nn.Module):
 
     @property
     def graph(self) -> TracedGraph:
-        """What the model computes, what that takes, and which of its blocks are recomputed."""
+        """The operations of the model, their costs, and the recomputed blocks."""
         return self._graph
 
     @graph.setter
     def graph(self, graph: TracedGraph) -> None:
-        """Recompute what a graph says, and nothing that an earlier one said.
+        """Recompute the segments of a graph instead of those of the earlier graph.
 
         Raises:
-            ValueError: `graph` is of another trace: of another model, or of a batch of another shape.
+            ValueError: `graph` is from another trace: of another model, or of a batch of another shape.
         """
         if not isinstance(graph, TracedGraph):
             raise ValueError(
-                f"graph is a {type(graph).__name__}: assign what solve() of a solver of "
-                "colossalai.auto_parallel.checkpoint returns"
+                f"graph is a {type(graph).__name__}: assign the result of solve() of a solver of "
+                "colossalai.auto_parallel.checkpoint"
             )
         if graph.digest != self._graph.digest:
             raise ValueError(
@@ -90,11 +90,11 @@ class TracedModule(nn.Module):
         self._take(graph)
 
     def retrace(self, graph: TracedGraph, arguments: Mapping[str, Any]) -> None:
-        """Take a graph of other arguments.
+        """Replace the graph by a graph for other arguments.
 
         Args:
-            graph: Of the same model.
-            arguments: Those that it is of.
+            graph: Graph of the same model.
+            arguments: Arguments of its forward.
         """
         self._take(graph)
         self.traced_arguments = dict(arguments)
@@ -106,7 +106,7 @@ class TracedModule(nn.Module):
         self._graph = graph
 
     def unwrap(self) -> nn.Module:
-        """Return the model that was given."""
+        """Return the original model."""
         model: nn.Module = self.module
         return model
 
@@ -138,7 +138,7 @@ class TracedModule(nn.Module):
 
 
 class ColoTracer:
-    """Traces models; see `symbolic_trace`, which gives a module with the graph."""
+    """Traces models; see `symbolic_trace`, which returns a module with the graph."""
 
     def trace(
         self,
@@ -146,12 +146,12 @@ class ColoTracer:
         concrete_args: Mapping[str, Any] | None = None,
         meta_args: Mapping[str, Any] | None = None,
     ) -> TracedGraph:
-        """Return the graph of one forward of a model, in the mode that it is in.
+        """Return the graph of one forward of a model in its current mode.
 
         Args:
-            root: The model; it may be on the meta device.
-            concrete_args: Arguments of its forward by name that are taken as they are, such as flags.
-            meta_args: Further ones, of which tensors stand for their shapes; they may be on the meta device.
+            root: The model. It can be on the meta device.
+            concrete_args: Arguments of its forward by name that are passed unchanged, such as flags.
+            meta_args: Further arguments. Only the shapes of tensors are used; they can be on the meta device.
 
         Raises:
             ValueError: An argument is missing, unknown or given twice, or the forward cannot be traced.
@@ -167,10 +167,10 @@ def symbolic_trace(
     """Return a model with the graph of one of its forwards.
 
     Args:
-        root: The model, in the mode that it is to be trained in.
-        concrete_args: Arguments of its forward by name that are taken as they are, such as flags.
-        meta_args: Further ones, of which tensors stand for their shapes; they may be on the meta device. With
-            labels among them a loss that the model returns is in the graph.
+        root: The model, in the mode of its training.
+        concrete_args: Arguments of its forward by name that are passed unchanged, such as flags.
+        meta_args: Further arguments. Only the shapes of tensors are used; they can be on the meta device.
+            With labels, a loss returned by the model is in the graph.
 
     Raises:
         ValueError: An argument is missing, unknown or given twice, or the forward cannot be traced.
@@ -182,16 +182,16 @@ def symbolic_trace(
 def metainfo_trace(
     gm: TracedModule, *args: Any, profile: str | Path | None = None, **kwargs: Any
 ) -> TracedModule:
-    """Put into the graph of a module what its operations take, in bytes and seconds; return the module.
+    """Add the costs of operations, in bytes and seconds, to the graph of a module; return the module.
 
-    Nothing is recomputed any more.
+    Recomputation is removed.
 
     Args:
-        gm: What `symbolic_trace` returned.
-        args: Arguments of the forward; tensors may be on the meta device. Where they differ in shape from
-            what was traced, the model is traced again with these.
-        profile: What the machine takes for operations: the path of a profile or the name of a shipped one;
-            default: that of two CPU cores. Bytes are the same with any.
+        gm: Result of `symbolic_trace`.
+        args: Arguments of the forward. Tensors can be on the meta device. If their shapes differ from the
+            traced ones, the model is traced again with these.
+        profile: Profile of the machine, with the times of operations: the path of a profile or the name of a
+            shipped one. Default: two CPU cores. Bytes do not depend on it.
         kwargs: Further arguments of the forward.
 
     Raises:
@@ -202,7 +202,7 @@ def metainfo_trace(
             f"{type(gm).__name__} is not traced: call metainfo_trace(symbolic_trace(model, meta_args=...))"
         )
     model = gm.unwrap()
-    gm.graph = replace(gm.graph, segments=())  # a trace is of the model as it is
+    gm.graph = replace(gm.graph, segments=())  # trace the model without recomputation
     arguments = {**gm.traced_arguments, **_bound(model, args, kwargs)}
     graph = gm.graph if _are_same(arguments, gm.traced_arguments) else graph_of(model, arguments)
     gm.retrace(profiled(graph, model, profile), arguments)
@@ -253,7 +253,7 @@ def _bound(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
 
 
 def _without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Return arguments with tensors of the same shapes, strides and types on the meta device."""
+    """Return arguments with tensors of the same shapes, strides and dtypes on the meta device."""
 
     def shape_of(leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -266,7 +266,7 @@ def _without_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _are_same(arguments: Mapping[str, Any], others: Mapping[str, Any]) -> bool:
-    """Whether a trace with some arguments is one with others, too."""
+    """Whether a trace with some arguments is also valid for others."""
     leaves, structure = tree_flatten(dict(sorted(arguments.items())))
     other_leaves, other_structure = tree_flatten(dict(sorted(others.items())))
     return structure == other_structure and all(map(_is_same, leaves, other_leaves))

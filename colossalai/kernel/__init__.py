@@ -1,7 +1,7 @@
-"""Which library multiplies float32 matrices on CPU: the BLAS that torch was built with, or oneDNN.
+"""Selection of the library that multiplies float32 matrices on CPU: the BLAS of the torch build, or oneDNN.
 
-For users: `onednn_products` and `torch_products` for a block of code, where the key `matmul` of a config does
-not reach. For the package: `matmul_of_job`, which `launch` asks for by its name.
+For users: `onednn_products` and `torch_products` for a block of code outside of the scope of the config's key
+`matmul`. For the package: `matmul_of_job`, which `launch` imports by name.
 """
 
 from colossalai.kernel._choice import LEAST_SPEEDUP as LEAST_SPEEDUP

@@ -1,7 +1,7 @@
-"""The choice of a job: whose products its ranks take, agreed between them when they have met.
+"""The choice of a job: the library that multiplies on its ranks, agreed on during the rendezvous.
 
-Two libraries round differently, so ranks that must hold the same weights take the same one: every rank sends
-what a measurement depends on, rank 0 measures and decides for all.
+Two libraries round differently, so ranks that must hold the same weights use the same one: every rank sends
+the facts that a measurement depends on, rank 0 measures and decides for all.
 """
 
 import json
@@ -20,17 +20,17 @@ from colossalai.kernel._rule import Profile
 from colossalai.logging import get_dist_logger
 
 LEAST_SPEEDUP = 1.15
-"""From which ratio on oneDNN is taken by itself: what differs less may be the noise of a busy machine."""
+"""Least speedup for which "auto" selects oneDNN: smaller differences can be the noise of a busy machine."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What a rank says of itself.
+    """Facts that a rank sends to rank 0.
 
     Attributes:
-        option: The option in force there: "auto", "torch" or "onednn".
-        place: Its processor and its torch.
-        problem: Why oneDNN's products cannot be had there; empty where they can.
+        option: Its option: "auto", "torch" or "onednn".
+        place: Its processor and its version of torch.
+        problem: Reason why oneDNN's products are unavailable there; empty if they are available.
     """
 
     option: str
@@ -40,12 +40,12 @@ class Facts:
 
 @dataclass(frozen=True)
 class Choice:
-    """What rank 0 decides for all.
+    """Decision of rank 0 for all ranks.
 
     Attributes:
-        profile: By which oneDNN takes its part of the products; None where all are torch's.
-        line: What the log says of it; may be empty.
-        error: Why the job cannot start; else empty.
+        profile: Profile by which oneDNN gets its part of the products. None: all are torch's.
+        line: Line for the log; may be empty.
+        error: Reason why the job cannot start; empty if it can.
     """
 
     profile: Profile | None = None
@@ -54,16 +54,16 @@ class Choice:
 
 
 def facts_of_this_process(option: str, device: torch.device) -> Facts:
-    """Return what this rank has to say; it measures nothing."""
+    """Return the facts of this rank, without a measurement."""
     return Facts(option, processor_and_version(), why_unavailable(device) or "")
 
 
 def decide(ranks: Sequence[Facts], measure: Callable[[], Profile] = measured_profile) -> Choice:
-    """Return the choice for ranks of which the first one asks.
+    """Return the choice for some ranks, by the option of the first one.
 
     Args:
-        ranks: What they say, by rank.
-        measure: Says how fast both libraries are here; asked only where it matters.
+        ranks: Facts of each rank.
+        measure: Measures both libraries on this machine; called only if the choice depends on it.
     """
     option = ranks[0].option
     if others := sorted({facts.option for facts in ranks} - {option}):
@@ -99,7 +99,7 @@ def decide(ranks: Sequence[Facts], measure: Callable[[], Profile] = measured_pro
 
 
 def auto_product(measure: Callable[[], Profile] = measured_profile) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what multiplies large float32 matrices in a job of one rank whose `matmul` is "auto"."""
+    """Return the product of large float32 matrices in a job of one rank whose `matmul` is "auto"."""
     choice = decide([facts_of_this_process("auto", torch.device("cpu"))], measure)
     return torch.mm if choice.profile is None else _by_onednn
 
@@ -113,18 +113,18 @@ def _by_onednn(a: Tensor, b: Tensor) -> Tensor:
 def matmul_of_job(
     option: str | None, store: dist.Store, *, rank: int, world_size: int, device: torch.device, verbose: bool
 ) -> Iterator[None]:
-    """Let the ranks of a job multiply by the library that they agree on, until it ends.
+    """Multiply by the library that the ranks of a job agree on, until the context exits.
 
     Args:
-        option: The key `matmul` of the config; None means "auto".
-        store: Where the ranks have met; every rank writes to it, all wait for rank 0.
+        option: The key `matmul` of the config. None: "auto".
+        store: The store of the rendezvous. Every rank writes to it, and all wait for rank 0.
         rank: Global rank of this process.
         world_size: Number of ranks.
-        device: Where this rank computes.
-        verbose: Whether rank 0 says what was chosen.
+        device: Device of this rank.
+        verbose: Whether rank 0 logs the choice.
 
     Raises:
-        ValueError: oneDNN was asked for and cannot be had, or the ranks ask for different things.
+        ValueError: `option` is "onednn" and oneDNN is unavailable, or the ranks have different options.
     """
     facts = facts_of_this_process(option or "auto", device)
     choice = _agreed(facts, store, rank=rank, world_size=world_size)
@@ -140,7 +140,7 @@ def matmul_of_job(
 
 
 def _agreed(facts: Facts, store: dist.Store, *, rank: int, world_size: int) -> Choice:
-    """Return rank 0's choice; the other ranks wait for it."""
+    """Return rank 0's choice; the other ranks block until it is written."""
     if world_size == 1:
         return decide([facts])
     store.set(f"matmul/{rank}", json.dumps(asdict(facts)))

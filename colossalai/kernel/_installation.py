@@ -1,14 +1,14 @@
-"""Installed kernels: which of torch's CPU operators are replaced in this process, and from when to when.
+"""Installed kernels: the replacement of torch's CPU operators in this process, and its lifetime.
 
 [Note: one installation]
 torch keeps the kernels of an operator on a stack, and a kernel that was fetched from there is "invalidated"
-when it is taken away. So there is one installation for a process, counted: torch's own kernels are fetched
-once, before the first, and the last end takes ours away, in whatever order the ends come.
+when it is removed. So a process has one reference-counted installation: torch's own kernels are fetched once,
+before the first, and the last end removes ours, in any order of the ends.
 
-[Note: ends beside threads]
-The dispatcher's table is not guarded against a thread that reads it, without Python's lock, at the moment of
-a change. So the last end at first only has our kernels pass everything on to torch's; they leave the table if
-no other thread of Python is alive, else at the next end that finds none.
+[Note: ends with other threads]
+The dispatcher's table is not protected against a change while a thread reads it without Python's lock. So the
+last end at first only makes our kernels pass all calls on to torch's; they leave the table if no other thread
+of Python is alive, otherwise at the next end without one.
 """
 
 import threading
@@ -23,18 +23,18 @@ import torch
 from colossalai.kernel._products import REPLACED, Products
 from colossalai.kernel._rule import Profile
 
-_OWN_THREADS = "colossalai-"  # the names of our own begin so; none of them multiplies matrices
+_OWN_THREADS = "colossalai-"  # prefix of the names of our threads; none of them multiplies matrices
 
 
 @dataclass
 class Installation:
-    """What this process keeps of its replaced kernels.
+    """State of the replaced kernels of this process.
 
     Attributes:
-        count: How many have begun and not ended.
-        suspended: How many blocks want torch's kernels meanwhile.
-        products: The kernels, with torch's own; made when they are first wanted.
-        library: Holds ours in the dispatcher's table; None while they are not there.
+        count: Number of active installations.
+        suspended: Number of active blocks that require torch's kernels.
+        products: The kernels, with torch's own; created on first use.
+        library: Registration of our kernels in the dispatcher's table. None: they are not registered.
     """
 
     count: int = 0
@@ -49,15 +49,15 @@ installation = Installation()
 
 
 def is_installed() -> bool:
-    """Return whether kernels of ours are in the dispatcher's table; they may pass everything on."""
+    """Return whether our kernels are in the dispatcher's table; they may pass all calls on."""
     return installation.library is not None
 
 
 def why_unavailable(device: torch.device | None = None) -> str | None:
-    """Return why oneDNN's products cannot be had here, as a sentence; None where they can.
+    """Return the reason why oneDNN's products are unavailable, as a sentence; None if they are available.
 
     Args:
-        device: Where a model is to compute; default: the CPU.
+        device: Device of the model. Default: the CPU.
     """
     if device is not None and device.type != "cpu":
         return f"its products are for the CPU, and this job computes on {device.type}"
@@ -70,14 +70,14 @@ def why_unavailable(device: torch.device | None = None) -> str | None:
 
 @contextmanager
 def onednn_products(profile: Profile | None = None) -> Iterator[None]:
-    """Let oneDNN multiply float32 matrices on CPU within the block, where their sizes make it the faster one.
+    """Multiply large float32 matrices on CPU by oneDNN within the block, for sizes where it is faster.
 
-    For all threads. Blocks may overlap and end in any order; after the last, everything is torch's. What a
-    launched job does follows from the key `matmul` of its config instead.
+    This applies to all threads. Blocks can overlap and end in any order; after the last, all products are
+    torch's. In a launched job, use the key `matmul` of its config instead.
 
     Args:
-        profile: How fast both libraries are, `measured_profile()` for one of this processor; default: that of
-            a processor on which oneDNN is twice as fast. Blocks that overlap have that of the first.
+        profile: Speed of both libraries, from `measured_profile()` for this processor. Default: a processor
+            on which oneDNN is twice as fast. Overlapping blocks use the profile of the first.
 
     Raises:
         ValueError: The installed torch was built without oneDNN, or gives no access to it.
@@ -94,7 +94,7 @@ def onednn_products(profile: Profile | None = None) -> Iterator[None]:
 
 @contextmanager
 def torch_products() -> Iterator[None]:
-    """Let torch's own kernels multiply within the block, in all threads, whatever a job has chosen."""
+    """Multiply by torch's own kernels within the block, in all threads, overriding the choice of a job."""
     _change(suspended=1)
     try:
         yield
@@ -103,7 +103,7 @@ def torch_products() -> Iterator[None]:
 
 
 def _change(*, count: int = 0, suspended: int = 0, profile: Profile | None = None) -> None:
-    """Begin or end a use or a suspension, and let the dispatcher's table follow."""
+    """Begin or end a use or a suspension, and update the dispatcher's table."""
     with installation.lock:
         installation.count += count
         installation.suspended += suspended
@@ -125,7 +125,7 @@ def _change(*, count: int = 0, suspended: int = 0, profile: Profile | None = Non
 
 
 def _torch_kernels() -> dict[str, Callable[..., Any]]:
-    """Return torch's own kernels, to be called with the set of dispatch keys first."""
+    """Return torch's own kernels, which take the set of dispatch keys as first argument."""
     return {name: torch.library.get_kernel(f"aten::{name}", "CPU").call_boxed for name in REPLACED}
 
 
@@ -136,7 +136,7 @@ def _replace(products: Products) -> torch.library.Library:
         warnings.simplefilter("ignore")  # "overriding a previously registered kernel": that is the purpose
         torch.set_warn_always(
             True
-        )  # else this would be torch's one warning, and a user's own replacement silent
+        )  # otherwise this would consume torch's only warning, and a user's own replacement would be silent
         try:
             for name, kernel in products.kernels().items():
                 library.impl(name, kernel, "CPU", with_keyset=True)
@@ -146,7 +146,7 @@ def _replace(products: Products) -> torch.library.Library:
 
 
 def _is_alone() -> bool:
-    """Return whether no other thread can be multiplying; see [Note: ends beside threads]."""
+    """Return whether no other thread can be multiplying; see [Note: ends with other threads]."""
     me = threading.current_thread()
     others = (thread for thread in threading.enumerate() if thread is not me)
     return all(thread.name.startswith(_OWN_THREADS) for thread in others)

@@ -1,8 +1,8 @@
-"""The measurement: how fast torch's BLAS and oneDNN multiply here.
+"""The measurement of the speed of torch's BLAS and of oneDNN on this machine.
 
-A few small products, by turns, the fastest of each, on one core, in the time that this thread computes, so
-that waiting for the core does not count. A program on the core's other thread does (`_profile_cache.py`). It
-takes less than 50 ms of the core.
+A few small products, alternating, the fastest of each, on one core, in CPU time of this thread, so that
+waiting for the core does not count. A program on the core's other hardware thread does (`_profile_cache.py`).
+The measurement takes less than 50 ms of the core.
 """
 
 import math
@@ -24,11 +24,11 @@ from colossalai.kernel._rule import Profile
 _PLAIN = ((128, 256, 512), (256, 384, 128))  # rows, terms, columns; 0.2 to 0.4 ms each
 _TURNED = (512, 256, 256)
 _TINY = (16, 16, 16)
-_SHORT = (1024, 8, 1024)  # few terms: what counts is to write the result
-_BUDGET_S = 0.02  # of the rounds; the first calls, in which oneDNN compiles its kernels, come before
+_SHORT = (1024, 8, 1024)  # few terms: the time is that of writing the result
+_BUDGET_S = 0.02  # of the rounds; the first calls, in which oneDNN compiles its kernels, are not included
 _MOST_ROUNDS = 15
 _ROUNDING = 1e-4  # of the largest sum: float32 is a hundred times better, bfloat16 ten times worse
-# What else changes what the two libraries do: their own variables.
+# Environment variables that affect the two libraries.
 _VARIABLES = ("MKL_", "ONEDNN_", "DNNL_", "ATEN_CPU_CAPABILITY", "OPENBLAS_CORETYPE")
 _OF_THE_MOMENT = (
     "processor",
@@ -48,7 +48,7 @@ class Measurement:
 
     Attributes:
         profile: The figures of one core.
-        spread: By how much a median round took longer than the fastest, as a part of that.
+        spread: Excess of a median round over the fastest, relative to the fastest.
     """
 
     profile: Profile
@@ -58,7 +58,7 @@ class Measurement:
 def processor_and_version(
     *, cpuinfo: Path = Path("/proc/cpuinfo"), environment: Mapping[str, str] = os.environ
 ) -> str:
-    """Return what a measurement depends on, as one line: the processor, torch, variables of the libraries."""
+    """Return the dependencies of a measurement as a line: processor, torch, variables of the libraries."""
     try:
         first = cpuinfo.read_text().split("\n\n")[0]
     except OSError:
@@ -78,13 +78,13 @@ def _field(line: str) -> tuple[str, str]:
 
 
 def measure_profile(*, timer: Callable[[], float] = time.thread_time) -> Measurement:
-    """Measure one core. The states of the random generators stay as they are; a default device has no effect.
+    """Measure one core. The states of the random generators do not change; a default device has no effect.
 
     Args:
         timer: Returns seconds.
     """
     linear = torch.ops.mkldnn._linear_pointwise.default
-    # A job can be launched within a user's function mode, which `torch.device("meta")` is, too.
+    # A job can be launched within a user's function mode, for example `torch.device("meta")`.
     with _one_thread(), torch.inference_mode(), torch._C.DisableTorchFunction():
         operands = [(_waves(m, k, 1e3), _waves(k, n, 2e3)) for m, k, n in (*_PLAIN, _TINY, _SHORT)]
         m, k, n = _TURNED
@@ -101,7 +101,7 @@ def measure_profile(*, timer: Callable[[], float] = time.thread_time) -> Measure
         end = timer() + _BUDGET_S
         while len(rounds) < _MOST_ROUNDS and (not rounds or timer() < end):
             rounds.append([_seconds(call, timer) for call in calls])
-    times: list[tuple[float, ...]] = list(zip(*rounds, strict=True))  # of each call
+    times: list[tuple[float, ...]] = list(zip(*rounds, strict=True))  # [call][round]
     least = [min(each) for each in times]
     num_plain = 2 * len(_PLAIN)
     median = sum(statistics.median(each) for each in times[:num_plain])
@@ -113,7 +113,7 @@ def measure_profile(*, timer: Callable[[], float] = time.thread_time) -> Measure
     onednn_us = max(1e6 * (by_onednn[0] + by_onednn[1]) - 2 * call_us, 1.0)
 
     def left_ns(seconds: float, sizes: tuple[int, int, int], elements: int) -> float:
-        """Return what remains for each of so many elements when the call and the products are paid."""
+        """Return the time per element that remains after the call and the products are subtracted."""
         left_us = 1e6 * seconds - call_us - 2e-3 * math.prod(sizes) * onednn_us / kflop
         return max(1e3 * left_us / elements, 0.0)
 
@@ -144,7 +144,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def _waves(rows: int, columns: int, frequency: float) -> torch.Tensor:
-    """Return a matrix of unlike numbers."""
+    """Return a matrix of different numbers."""
     return (
         torch.linspace(-1, 1, rows * columns, dtype=torch.float64)
         .mul_(frequency)

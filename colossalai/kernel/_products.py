@@ -1,9 +1,9 @@
-"""Products by oneDNN: the kernels that stand in the place of torch's, and what they leave to torch's.
+"""Products by oneDNN: the kernels that replace torch's, and the cases that they leave to torch.
 
-Each looks at its operands and the rule (`_rule.py`) and multiplies by oneDNN, or calls torch's kernel with
-everything as it came. So whatever is unusual is torch's: another type, views that overlap or have gaps, a
-bias that is expanded or strided (oneDNN would read memory that is not its), a scale, a wrong call.
-They are kernels of the dispatch key CPU: autograd, autocast, vmap, fake tensors and subclasses come before.
+Each kernel checks its operands and the rule (`_rule.py`) and multiplies by oneDNN, or calls torch's kernel
+with its arguments unchanged. So torch handles all unusual cases: another dtype, views that overlap or have
+gaps, a bias that is expanded or strided (oneDNN would read out of bounds), a scale, an invalid call. They are
+kernels of the dispatch key CPU: autograd, autocast, vmap, fake tensors and subclasses come before.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,24 +16,25 @@ from colossalai.kernel._rule import LEAST_MULTIPLICATIONS, Profile, leading_piec
 Kernel = Callable[..., torch.Tensor]
 
 REPLACED = ("mm", "mm.out", "addmm", "addmm.out", "addmm_")
-"""The operators of `aten` that get a kernel of ours."""
+"""The operators of `aten` with a kernel of ours."""
 
 _MOST_SIDES = 128
 _FLOAT32 = torch.float32
-_NOT_ROUNDED = ("ieee", "none")  # torch's names of float32 as it is, where nobody has asked for less
+_NOT_ROUNDED = ("ieee", "none")  # torch's names of full float32 precision
 
 
 class Products:
-    """The kernels, and torch's own under them.
+    """Our kernels, with torch's own as fallback.
 
     Args:
         plain: torch's kernels by the names of `REPLACED`; the first argument is the set of dispatch keys.
 
     Attributes:
-        is_active: Whether oneDNN multiplies; else everything is passed on.
-        profile: By which it is seen what pays.
-        sides: The pairs of sizes met that cutting does not bound, of weights mostly. A program with more than
-            128 has lengths in their place; further ones are torch's, lest oneDNN keeps a kernel for each.
+        is_active: Whether oneDNN multiplies; otherwise all calls are passed on.
+        profile: Speed of both libraries, which decides where oneDNN pays.
+        sides: Pairs of extents so far that are not cut into pieces, mostly those of weights. A program with
+            more than 128 has sequence lengths among them; further ones are torch's, so that oneDNN does not
+            keep a kernel for each.
     """
 
     def __init__(self, plain: Mapping[str, Kernel]) -> None:
@@ -113,11 +114,11 @@ class Products:
         return self._plain["addmm_"](keys, total, a, b, beta=beta, alpha=alpha)
 
     def _takes(self, a: torch.Tensor, b: torch.Tensor) -> bool:
-        """Return whether oneDNN is to multiply two matrices."""
+        """Return whether oneDNN should multiply two matrices."""
         (m, k), (rows, n) = a.shape, b.shape
         if k != rows or a.dtype is not _FLOAT32 or b.dtype is not _FLOAT32:
             return False
-        # Both dense, by their strides: a dimension of stride 0, a gap or an overlap shows there.
+        # Both dense, by their strides, which show a dimension of stride 0, a gap or an overlap.
         a_strides, b_strides = a.stride(), b.stride()
         a_is_plain, b_is_plain = a_strides == (k, 1), b_strides == (n, 1)
         if not (a_is_plain or a_strides == (1, m)) or not (b_is_plain or b_strides == (1, k)):
@@ -125,7 +126,7 @@ class Products:
         if not self.profile.pays(m, k, n, a_is_plain=a_is_plain):
             return False
         if torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in _NOT_ROUNDED:
-            return False  # a user's own setting is left alone, and the next one as well
+            return False  # keep to the user's own precision setting; also below
         if not torch._C._get_mkldnn_enabled():
             return False
         side = (k, n) if a_is_plain else (m, n)
@@ -182,7 +183,7 @@ class Products:
         return total
 
     def _pieces(self, a: torch.Tensor, b: torch.Tensor) -> list[tuple[int, int]]:
-        """Return where the pieces of the rows of `a` begin and end, as far as oneDNN pays for them."""
+        """Return the begins and ends of the pieces of the rows of `a` for which oneDNN pays."""
         (m, k), n = a.shape, b.shape[1]
         found, start = [], 0
         while start < m:
@@ -195,20 +196,20 @@ class Products:
 
 
 def _is_large(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether these are matrices with enough to multiply; asked first, as most products are small."""
+    """Return whether these are matrices with many multiplications; checked first, as most are small."""
     num = a.numel()
-    if num * b.numel() < LEAST_MULTIPLICATIONS:  # k times the multiplications: nearly all small ones end here
+    if num * b.numel() < LEAST_MULTIPLICATIONS:  # k times the multiplications: excludes nearly all small ones
         return False
     return a.dim() == 2 == b.dim() and num * b.shape[1] >= LEAST_MULTIPLICATIONS
 
 
 def _is_bias(bias: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether a tensor is what is added to all rows, whole and in one piece of memory."""
+    """Return whether a tensor can be added to all rows, in its full size and contiguous."""
     return bias.dtype is _FLOAT32 and bias.shape == b.shape[1:] and bias.stride() == (1,)
 
 
 def _is_apart(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether a tensor can take a product as it is: of its size, dense, in memory of its own."""
+    """Return whether a product can be written to a tensor: of its shape, dense, without shared memory."""
     is_result = out.dtype is _FLOAT32 and out.shape == (a.shape[0], b.shape[1]) and out.is_contiguous()
     return is_result and not _share(out, a) and not _share(out, b)
 

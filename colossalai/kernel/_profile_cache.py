@@ -1,16 +1,16 @@
 """The profile cache: figures of this processor in the user's cache folder, with their spread and dates.
 
-[Note: which figures are believed]
-What disturbs a run of the measurement (a program on the other thread of the core, a lower clock) makes its
-figures smaller, for minutes, and agrees with itself. So runs of different times are compared. Runs whose
-GFLOP/s differ by at most 10 % form a group, of which the figures of the first are kept: as long as later
-runs agree, jobs multiply by the same figures, and a resumed run gives the same bits. The group with the
-highest figures is in force, and is believed from its second run on. Before, each start of a job takes
-another run, at least a minute after the last one. A believed group is measured again when its last run is a
-week old. It is dropped when that is four weeks old and another group was found.
+[Note: confirmed figures]
+Disturbances of a measurement (a program on the other thread of the core, a lower clock) reduce its figures
+for minutes, consistently. So runs of different times are compared. Runs whose GFLOP/s differ by at most 10 %
+form a group, with the figures of the first: as long as later runs agree, jobs multiply by the same figures,
+and a resumed run gives the same bits. The group with the highest figures is in force, and is confirmed by its
+second run. Before that, each start of a job takes another run, at least a minute after the last one. A
+confirmed group is measured again when its last run is a week old. It is dropped when its last run is four
+weeks old and another group was found.
 
-What cannot be read in the file, or is not what is written there, is measured again, and what cannot be
-written is not kept, both without a message.
+Unreadable or invalid content of the file is measured again, and if the file cannot be written, nothing is
+stored, both without a message.
 """
 
 import json
@@ -34,17 +34,17 @@ _MOST_GROUPS = 4
 _MOST = 1e6  # of any figure of a profile
 _MOST_ENTRIES = 64
 _MOST_BYTES = 1 << 18
-_NUM_RUNS = 5  # of a renewal that the user asks for
+_NUM_RUNS = 5  # runs of a renewal by the user
 
 
 @dataclass(frozen=True)
 class AgreeingRuns:
-    """Runs of the measurement that agree; see [Note: which figures are believed].
+    """Runs of the measurement that agree; see [Note: confirmed figures].
 
     Attributes:
         profile: The figures of one core, of the first run.
-        spread: Within the latest run; see `Measurement`.
-        last: When that was, in seconds since the epoch.
+        spread: Spread of the latest run; see `Measurement`.
+        last: Time of the latest run, in seconds since the epoch.
         num_runs: The number of runs.
     """
 
@@ -68,7 +68,7 @@ class AgreeingRuns:
 
 
 def cache_file(environment: Mapping[str, str] = os.environ) -> Path | None:
-    """Return where measurements are kept for this user; None where there is no home."""
+    """Return the file of the measurements of this user. None: there is no home directory."""
     folder = environment.get("XDG_CACHE_HOME", "")
     try:
         return (
@@ -87,13 +87,13 @@ def measured_profile(
     measure: Callable[[], Measurement] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> Profile:
-    """Return how fast both libraries multiply float32 matrices here.
+    """Return the speed of both libraries for float32 matrices on this machine.
 
     Args:
-        file: Where measurements are kept. Default: in the user's cache folder.
+        file: File of the measurements. Default: in the user's cache folder.
         key: The name of the entry there. Default: `processor_and_version()`.
-        measure: Measures a core, where the kept figures are missing, not believed, or old. Default: this
-            process does.
+        measure: Measures a core, if the stored figures are missing, not confirmed, or old. Default: in this
+            process.
         clock: Returns seconds since the epoch.
 
     Returns:
@@ -112,14 +112,14 @@ def measured_profile(
 
 @dataclass(frozen=True)
 class RenewedProfile:
-    """What `renew_profile` found.
+    """Result of `renew_profile`.
 
     Attributes:
         key: The processor and the version of torch.
-        file: Where the figures are kept; None where they cannot be.
+        file: File of the figures. None: it cannot be written.
         found: The runs in force now.
-        num_runs: How many runs were taken.
-        earlier: What was in force before, if anything.
+        num_runs: Number of runs.
+        earlier: The runs in force before, if any.
     """
 
     key: str
@@ -136,7 +136,7 @@ def renew_profile(
     measure: Callable[[], Measurement] | None = None,
     clock: Callable[[], float] = time.time,
 ) -> RenewedProfile:
-    """Measure several times, and replace the kept figures by what is found; the arguments are those above."""
+    """Measure several times, and replace the stored figures; for arguments see `measured_profile`."""
     file = file or cache_file()
     key = key or processor_and_version()
     kept = {} if file is None else _read(file)
@@ -154,7 +154,7 @@ def renew_profile(
 
 
 def is_due(groups: Sequence[AgreeingRuns], now: float) -> bool:
-    """Return whether another run is taken; times in the future, of a clock set back, do not count."""
+    """Return whether another run is due; times in the future, of a clock set back, do not count."""
     if not groups:
         return True
     force = in_force(groups)
@@ -164,7 +164,7 @@ def is_due(groups: Sequence[AgreeingRuns], now: float) -> bool:
 
 
 def with_run(groups: Sequence[AgreeingRuns], run: Measurement, now: float) -> Sequence[AgreeingRuns]:
-    """Return groups with another run, in the first that it agrees with, the fastest first."""
+    """Return the groups with another run, in the first group that it agrees with, fastest first."""
     ordered = sorted(groups, key=_speed, reverse=True)
     agreeing = next((group for group in ordered if group.agree_with(run.profile)), None)
     if agreeing is None:
@@ -201,7 +201,7 @@ def _rounded(profile: Profile) -> Profile:
 
 
 def _read(file: Path) -> dict[str, Sequence[AgreeingRuns]]:
-    """Return what a file holds of what `_write` writes: names with figures that can be; else nothing."""
+    """Return the valid entries of a file written by `_write`; empty if it is invalid."""
     try:
         if file.stat().st_size > _MOST_BYTES:
             return {}
@@ -214,7 +214,7 @@ def _read(file: Path) -> dict[str, Sequence[AgreeingRuns]]:
 
 
 def _groups(value: object) -> Sequence[AgreeingRuns]:
-    """Return the groups of an entry; figures alone, of earlier versions, are those of an undated run."""
+    """Return the groups of an entry; a list of figures, of earlier versions, is an undated run."""
     if not isinstance(value, list):
         return ()
     if _are_figures(value):
@@ -236,7 +236,7 @@ def _group(value: object) -> AgreeingRuns | None:
 
 
 def _are_figures(value: object) -> bool:
-    """Return whether these are the figures of a profile, of which the second is divided by."""
+    """Return whether these are the figures of a profile; the second is a divisor, and thus not 0."""
     if not isinstance(value, list) or len(value) != len(fields(Profile)):
         return False
     return all(type(figure) is float and 0 <= figure <= _MOST for figure in value) and value[1] > 0
@@ -245,7 +245,7 @@ def _are_figures(value: object) -> bool:
 def _write(
     file: Path, kept: Mapping[str, Sequence[AgreeingRuns]], key: str, groups: Sequence[AgreeingRuns]
 ) -> bool:
-    """Write the entries, that of a key as the latest; return whether it could be done."""
+    """Write the entries, with the given one as the latest; return whether this succeeded."""
     entries = {other: kept[other] for other in kept if other != key} | {key: groups}
     latest = list(entries.items())[-_MOST_ENTRIES:]
     content = {

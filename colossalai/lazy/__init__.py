@@ -1,4 +1,4 @@
-"""Models built without memory; each process materializes the part that it owns."""
+"""Lazily built models: construction without memory, and materialization of the part that a process owns."""
 
 from colossalai.lazy._context import LazyInitContext as LazyInitContext
 from colossalai.lazy._materialize import Materialization as Materialization

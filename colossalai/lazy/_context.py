@@ -1,4 +1,4 @@
-"""The context in which models are built lazily."""
+"""The context for building models lazily."""
 
 from contextlib import ExitStack
 from typing import Self
@@ -14,17 +14,16 @@ from colossalai.lazy._tensor import RecordingMode
 class LazyInitContext:
     """Builds models without their memory: parameters are on the meta device until they are materialized.
 
-    What a model does to initialize its tensors is recorded, and `materialize` does it for the part of the
-    model that a process owns, with the values of an eager build from the same random state, bit for bit.
-    Building takes as long as it does eagerly, because all random numbers are drawn, and the memory of the
-    largest tensor.
+    Initialization of tensors is recorded, and `materialize` replays it for the part of the model that a
+    process owns, with the values of an eager build from the same random state, bit for bit. Building takes as
+    long as an eager build, because all random numbers are drawn, and the memory of the largest tensor.
 
-    Values that Python asks for while a model is built (`.item()`, `.tolist()`, a mask) are computed then.
-    What is made from Python numbers or numpy (`torch.tensor`, `torch.from_numpy`) is real at once. Inside the
-    context a lazy tensor says that it is on the device where it will be, outside of it on the meta device.
+    Values that Python reads while a model is built (`.item()`, `.tolist()`, a mask) are computed immediately.
+    Tensors made from Python numbers or numpy (`torch.tensor`, `torch.from_numpy`) are real. Inside the
+    context the `device` of a lazy tensor is its future device, outside of it the meta device.
 
     Args:
-        default_device: Where tensors will be that are made without a device; default: torch's.
+        default_device: Device of tensors that are made without a device. Default: torch's.
 
     Example:
         >>> with LazyInitContext():
@@ -47,5 +46,5 @@ class LazyInitContext:
 
     @staticmethod
     def materialize(module: nn.Module, device: Device = None) -> nn.Module:
-        """Give a lazily built module or a part of one memory and values: `colossalai.lazy.materialize`."""
+        """Materialize a lazily built module or a part of one: `colossalai.lazy.materialize`."""
         return materialize(module, device=device)

@@ -1,4 +1,4 @@
-"""Giving a lazily built module its memory and values, in place."""
+"""Materialization of a lazily built module: memory and values for its tensors, in place."""
 
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -18,11 +18,11 @@ def is_lazy(module_or_tensor: nn.Module | Tensor) -> bool:
 
 
 def materialize_tensor(tensor: Tensor, *, device: Device = None) -> Tensor:
-    """Return the values of a lazy tensor as a new one; the lazy one stays what it is.
+    """Return the values of a lazy tensor as a new tensor; the lazy one does not change.
 
     Args:
-        tensor: The tensor; one that is not lazy is returned itself, or as a copy on `device`.
-        device: Where to; default: where it would be had it been built eagerly.
+        tensor: The tensor. A tensor that is not lazy is returned itself, or as a copy on `device`.
+        device: Device of the result. Default: the device of an eager build.
 
     Raises:
         ValueError: `tensor` is on the meta device without being lazy.
@@ -36,35 +36,35 @@ def materialize_tensor(tensor: Tensor, *, device: Device = None) -> Tensor:
 
 
 def materialize(module: nn.Module, *, device: Device = None) -> nn.Module:
-    """Give the lazy tensors of a module, its own and those of its submodules, memory and values.
+    """Materialize the lazy tensors of a module and its submodules.
 
-    The values are those that it would have if it had been built eagerly from the same random state.
-    Parameters stay the objects that they are: ties to other modules and optimizers hold, and so do attributes
-    such as a sharding spec. Tensors that are kept as plain attributes are treated alike.
+    The values are those of an eager build from the same random state. Parameters keep their identity, so that
+    ties to other modules, optimizers, and attributes such as a sharding spec stay valid. Tensors in plain
+    attributes are treated alike.
 
     Args:
-        module: The module or a part of one. What is not lazy stays as it is.
-        device: Where to; default: where each tensor would be had it been built eagerly.
+        module: The module or a part of one. Tensors that are not lazy do not change.
+        device: Device of the tensors. Default: for each tensor the device of an eager build.
 
     Returns:
         The module.
 
     Raises:
-        ValueError: A tensor is on the meta device without being lazy, or has hooks, or is referred to by a
-            graph or view that this does not know.
+        ValueError: A tensor is on the meta device without being lazy, or has hooks, or is referenced by an
+            unknown graph or view.
     """
     Materialization(module, device=device).all()
     return module if device is None else module.to(device)
 
 
 class Materialization:
-    """The way from a lazily built module to one with values, all at once or some parameters after others.
+    """Materialization of a module, all at once or in groups of parameters.
 
-    First `others`, then `params` as often as one likes, then `end`.
+    Call `others` first, then `params` any number of times, then `end`.
 
     Args:
         module: The module or a part of one.
-        device: Where to; default: where each tensor would be had it been built eagerly.
+        device: Device of the tensors. Default: for each tensor the device of an eager build.
 
     Raises:
         ValueError: A tensor is on the meta device without being lazy, or has hooks.
@@ -83,39 +83,39 @@ class Materialization:
         self._recurrent = [part for part in module.modules() if isinstance(part, nn.RNNBase)]
 
     def all(self) -> None:
-        """Give all tensors their values.
+        """Materialize all tensors.
 
         Raises:
-            ValueError: A tensor is referred to by a graph or view that this does not know.
+            ValueError: A tensor is referenced by an unknown graph or view.
         """
         self.others()
         self._give(list(self._lazy))
         self.end()
 
     def others(self) -> None:
-        """Give values to what is no parameter.
+        """Materialize the tensors that are not parameters.
 
-        What was computed from parameters, or is a view of one, refers to it, and so goes first.
+        They come first, since tensors computed from parameters, and views of them, refer to the lazy ones.
 
         Raises:
-            ValueError: A tensor is referred to by a graph or view that this does not know.
+            ValueError: A tensor is referenced by an unknown graph or view.
         """
         for part in self._recurrent:
-            part._flat_weight_refs = []  # no tensor is swapped while there are weak references to it
+            part._flat_weight_refs = []  # tensors with weak references cannot be swapped
         self._give(
             tape for tape, named in self._lazy.items() if not all(_is_param(t) for _, t in named.values())
         )
 
     def params(self, params: Iterable[nn.Parameter]) -> None:
-        """Give values to some parameters, and to those that share memory with them.
+        """Materialize some parameters, and the tensors that share memory with them.
 
         Raises:
-            ValueError: A tensor is referred to by a graph or view that this does not know.
+            ValueError: A tensor is referenced by an unknown graph or view.
         """
         self._give(tape for param in params if (tape := tape_of(param)) in self._lazy)
 
     def end(self) -> None:
-        """Hear that all parameters have their values."""
+        """Finish after all parameters have been materialized."""
         for part in self._recurrent:
             part._init_flat_weights()
 
@@ -128,7 +128,7 @@ class Materialization:
 
 
 def _swap(name: str, tensor: Tensor, value: Tensor) -> None:
-    """Let a tensor be what `value` is, with the attributes that it has."""
+    """Swap a tensor with `value`, keeping the attributes of the tensor."""
     attributes = {key: kept for key, kept in tensor.__dict__.items() if key != "_is_param"}
     if _is_param(tensor):
         value = nn.Parameter(value, tensor.requires_grad)
@@ -145,7 +145,7 @@ def _swap(name: str, tensor: Tensor, value: Tensor) -> None:
 
 
 def _named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a module and its submodules: parameters, buffers, those in plain attributes."""
+    """Yield the tensors of a module and its submodules: parameters, buffers, and plain attributes."""
     for prefix, part in module.named_modules():
         for name, value in part.__dict__.items():
             if name != "_modules":

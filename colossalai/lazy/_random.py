@@ -1,4 +1,4 @@
-"""The generators that initial values are drawn from: their states, and memory to draw into."""
+"""Random generators of initial values: their states, and scratch memory to draw into."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,28 +10,28 @@ from colossalai.lazy._tape import RandomState
 
 
 class Scratch:
-    """Memory that is drawn into and not read, kept for the next draw.
+    """Scratch memory for draws whose values are not read, reused between draws.
 
-    Memory that is allocated and freed for each draw leaves holes between the small things that are kept, and
-    the heap grows by most of the model that is not to be allocated.
+    Allocating and freeing memory for each draw fragments the heap between small persistent objects, and the
+    heap grows by most of the size of the model.
     """
 
     def __init__(self) -> None:
         self._storages: dict[torch.device, UntypedStorage] = {}
 
     def like(self, tensor: Tensor, device: torch.device) -> Tensor:
-        """Return a tensor of the shape, strides and type of another, with any values."""
+        """Return a tensor of the shape, strides and dtype of another, with arbitrary values."""
         last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
         num_bytes = (last + 1) * tensor.element_size() if tensor.numel() else 0
         if device not in self._storages or self._storages[device].nbytes() < num_bytes:
-            self._storages.pop(device, None)  # first, so that there are never two
+            self._storages.pop(device, None)  # free the old one first, so that there are never two
             self._storages[device] = UntypedStorage(num_bytes, device=device)
         empty = torch.empty(0, dtype=tensor.dtype, device=device)
         return empty.set_(self._storages[device], 0, tensor.shape, tensor.stride())
 
 
 def random_state(device: torch.device, generator: Generator | None) -> RandomState:
-    """Return the state that the next draw on a device will start from."""
+    """Return the state that the next draw on a device starts from."""
     if generator is not None:
         return RandomState(generator.device, generator.get_state(), is_own=True)
     return RandomState(device, _get(device), is_own=False)
@@ -39,10 +39,10 @@ def random_state(device: torch.device, generator: Generator | None) -> RandomSta
 
 @contextmanager
 def drawing_from(state: RandomState | None) -> Iterator[dict[str, Generator]]:
-    """Put a state in force, and afterwards the one before it.
+    """Set a random state, and restore the previous one afterwards.
 
     Yields:
-        Keyword arguments for an operation that was given a generator of its own.
+        Keyword arguments for an operation that was called with its own generator.
     """
     if state is None:
         yield {}

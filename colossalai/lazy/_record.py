@@ -1,11 +1,11 @@
-"""Recording: what an operation on lazy tensors does instead of computing.
+"""Recording: the execution of operations on lazy tensors, without computing values.
 
-The operation runs on the meta device, which gives shapes, types and strides, and a step is added to the tapes
-of what it makes or writes. A view is no step: it lies on the storage of its base.
+The operation runs on the meta device, which gives shapes, dtypes and strides, and a step is added to the
+tapes of the tensors that it makes or writes. A view is not a step: it shares the storage of its base.
 
-[Note: random numbers] An operation that draws is also run for real, once, on memory that is reused: no
-generator can be moved on by a number of draws otherwise, and what is drawn after it, lazily or not, is then
-what it would be without laziness. So building takes as long as it does eagerly, and the memory of one tensor.
+[Note: random numbers] An operation that draws is also run for real, once, on scratch memory: there is no
+other way to advance a generator by a number of draws, and later draws, lazy or not, must be those of an eager
+build. So building takes as long as an eager build, and the memory of one tensor.
 """
 
 from collections.abc import Callable
@@ -26,17 +26,17 @@ _OVERWRITING = {"copy_", "exponential_", "fill_", "normal_", "random_", "uniform
 
 
 def is_factory(op: Any, args: Any, kwargs: Any) -> bool:
-    """Return whether an operation makes a tensor out of no tensor."""
+    """Return whether an operation makes a tensor from no tensor."""
     takes_device = any(argument.name == "device" for argument in op._schema.arguments)
     return takes_device and not _tensors((args, kwargs))
 
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What a context gives the operations inside it.
+    """Environment of the operations inside a context.
 
     Attributes:
-        device: Where tensors will be that are made on no device or on the meta device.
+        device: Device of tensors that are made on no device or on the meta device.
         scratch: Memory to draw into.
     """
 
@@ -51,15 +51,15 @@ def run_lazily(op: Any, args: Any, kwargs: Any, *, context: Surroundings | None,
         op: An overload of `torch.ops`.
         args: Its arguments.
         kwargs: Its keyword arguments.
-        context: The context that this is in, None outside of one.
-        wrap: Makes a lazy tensor of one on the meta device.
+        context: The surrounding context. None: outside of a context.
+        wrap: Makes a lazy tensor from a tensor on the meta device.
 
     Returns:
-        Its outputs. Tensors are lazy; they are real where nothing can be known without the values.
+        Its outputs. Tensors are lazy, or real if nothing is known without the values.
 
     Raises:
-        ValueError: `op` computes with lazy and real tensors outside of a context, or would write into lazy
-            ones what has no values.
+        ValueError: `op` computes with lazy and real tensors outside of a context, or would write a tensor
+            without values into a lazy one.
     """
     tensors = _tensors((args, kwargs))
     written = _written(op, args, kwargs)
@@ -80,7 +80,7 @@ def run_lazily(op: Any, args: Any, kwargs: Any, *, context: Surroundings | None,
 
 
 class _Recording:
-    """One operation on its way to a step."""
+    """The recording of one operation as a step."""
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class _Recording:
         try:
             outputs = self._outputs_on_meta()
         except NotImplementedError:
-            # There is no kernel for the meta device, or the shape of the output depends on values.
+            # The meta device has no such kernel, or the shape of the output depends on values.
             if not self.written:
                 return _run_for_real(self.op, self.args, self.kwargs)
             outputs = self.written[0]
@@ -135,7 +135,7 @@ class _Recording:
 
     def _add_step(self, creates: tuple[Any, ...], overwrites: Tape | None) -> None:
         tapes = [place.tape for _, place in creates]
-        if self.op._overloadpacket is not torch.ops.aten.set_:  # it lays a tensor on another storage
+        if self.op._overloadpacket is not torch.ops.aten.set_:  # it moves a tensor to another storage
             tapes += [tape for tensor in self.written if (tape := tape_of(tensor)) is not None]
         if not tapes:
             return
@@ -180,7 +180,7 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 
 def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors that an operation writes in place, as its schema says."""
+    """Return the tensors that an operation writes in place, by its schema."""
     named = {argument.name: value for argument, value in zip(op._schema.arguments, args, strict=False)}
     named.update(kwargs)
     return [
@@ -192,7 +192,7 @@ def _written(op: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _device_of(kwargs: Any, otherwise: torch.device) -> torch.device:
-    """Return where the output will be. A lazy tensor says it is on the meta device, and is asked for that."""
+    """Return the future device of the output; "meta" is the device that a lazy tensor reports."""
     device: torch.device | None = kwargs.get("device")
     if device is None or device.type == "meta":
         return otherwise
@@ -200,7 +200,7 @@ def _device_of(kwargs: Any, otherwise: torch.device) -> torch.device:
 
 
 def _recorded(tensor: Tensor) -> Any:
-    """Return what a step keeps of an argument: a real tensor may be written after it."""
+    """Return the recorded form of an argument: a copy of a real tensor, which may be written later."""
     tape = tape_of(tensor)
     return tensor.detach().clone() if tape is None else place_of(tensor, tape)
 
@@ -210,7 +210,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 
 
 def _run_on_meta(op: Any, args: Any, kwargs: Any, written: list[Tensor]) -> Any:
-    """Run an operation with tensors on the meta device that are not lazy: as always there, for shapes."""
+    """Run an operation on meta tensors that are not lazy, as without a context: for shapes."""
     if any(tape_of(tensor) is not None for tensor in written):
         raise ValueError(f"{op} would write a tensor on the meta device, without values, into a lazy one")
     with torch._C._DisableTorchDispatch():

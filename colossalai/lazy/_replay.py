@@ -1,8 +1,8 @@
-"""Running the steps of a tape: from a tensor without memory to its values.
+"""Replay of the steps of a tape: from a tensor without memory to its values.
 
-Steps run in the order in which they were recorded, so that each one reads what it would have read then, also
-where a tensor was written again afterwards. Only the steps that a value follows from are run, and what lies
-between is freed after its last use.
+Steps run in the order of their recording, so that each reads the same values as in an eager build, even if a
+tensor is written again later. Only the steps that a value depends on are run, and intermediate tensors are
+freed after their last use.
 """
 
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ Memory = dict[Tape, UntypedStorage]
 
 
 def value_of(tensor: Tensor) -> Tensor:
-    """Return the values of a lazy tensor in new memory; any other tensor as it is."""
+    """Return the values of a lazy tensor in new memory, and any other tensor unchanged."""
     tape = tape_of(tensor)
     return tensor if tape is None else view(replay(tape), place_of(tensor, tape))
 
@@ -44,7 +44,7 @@ def _replay(tape: Tape) -> UntypedStorage:
     last_use = {place.tape: step for step in plan for place in _places(step)}
     memory: Memory = {}
     default_dtype = torch.get_default_dtype()
-    with torch._C._DisableTorchDispatch():  # these are not to be recorded
+    with torch._C._DisableTorchDispatch():  # do not record these operations
         try:
             for step in plan:
                 torch.set_default_dtype(step.default_dtype)
@@ -58,8 +58,8 @@ def _replay(tape: Tape) -> UntypedStorage:
 
 
 def view(storage: UntypedStorage, place: Place) -> Tensor:
-    """Return the part of a storage that a place names."""
-    with torch._C._DisableTorchDispatch():  # this is not to be recorded
+    """Return the part of a storage that a place describes."""
+    with torch._C._DisableTorchDispatch():  # do not record these operations
         empty = torch.empty(0, dtype=place.dtype, device=storage.device)
         tensor = empty.set_(storage, place.offset, place.size, place.stride)
         tensor = tensor.conj() if place.is_conj else tensor
@@ -67,7 +67,7 @@ def view(storage: UntypedStorage, place: Place) -> Tensor:
 
 
 def steps_for(tape: Tape) -> list[Step]:
-    """Return the steps that the values of a tape follow from, in the order of their recording."""
+    """Return the steps that the values of a tape depend on, in the order of their recording."""
     found: set[Step] = set()
     wanted = [(tape, tape.steps[-1].number)]
     while wanted:
@@ -76,7 +76,7 @@ def steps_for(tape: Tape) -> list[Step]:
             if step.number > last:
                 continue
             if step in found:
-                break  # what comes before it has been asked for, with the places that it reads
+                break  # the earlier steps are in `wanted` already, with the places that this step reads
             found.add(step)
             reads = {place.tape for place in _places(step)} - {step.overwrites}
             wanted += [(read, step.number - 1) for read in reads if read is not current]
@@ -91,7 +91,7 @@ def _places(step: Step) -> Iterable[Place]:
 
 def _run(step: Step, memory: Memory, *, kept: set[Tape]) -> None:
     tape = step.overwrites
-    if tape is not None and tape not in memory:  # the steps before it are left out
+    if tape is not None and tape not in memory:  # the steps before it are omitted
         memory[tape] = UntypedStorage(tape.num_bytes, device=tape.device)
 
     def find(place: Place) -> Tensor:
@@ -106,7 +106,7 @@ def _run(step: Step, memory: Memory, *, kept: set[Tape]) -> None:
 
 
 def _in_place(output: Tensor, place: Place) -> UntypedStorage:
-    """Return the storage of an output, laid out as it was recorded: a kernel may choose other strides."""
+    """Return the storage of an output in its recorded layout: a kernel may choose other strides."""
     found = (tuple(output.shape), output.stride(), output.storage_offset(), output.dtype)
     if found == (place.size, place.stride, place.offset, place.dtype):
         return output.untyped_storage()

@@ -1,7 +1,7 @@
-"""What is remembered of a tensor without memory: the steps that would have written it.
+"""Tapes: the recorded steps that would have written a tensor without memory.
 
 A tape belongs to a storage, not to a tensor, so that views, `.data` and `nn.Parameter(...)` share it. It is
-an attribute of the storage: who drops the last tensor drops the tape.
+an attribute of the storage, and is freed with the last tensor on it.
 """
 
 import itertools
@@ -18,12 +18,12 @@ _numbers = itertools.count()
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Tape:
-    """The steps that write one storage, in their order.
+    """The steps that write one storage, in order.
 
     Attributes:
-        device: Where the storage will be.
+        device: Future device of the storage.
         num_bytes: Its size when it is made.
-        steps: The first one makes it, the others write it.
+        steps: The steps; the first one makes the storage, the others write it.
     """
 
     device: torch.device
@@ -33,7 +33,7 @@ class Tape:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """A strided part of the storage that a tape describes, read as its conjugate or negative if so marked."""
+    """A strided part of the storage of a tape, read as its conjugate or negative if so marked."""
 
     tape: Tape
     size: tuple[int, ...]
@@ -49,7 +49,7 @@ class RandomState:
     """The state of a generator before a step drew from it.
 
     Attributes:
-        device: Whose generator.
+        device: Device of the generator.
         state: The state.
         is_own: Whether the caller passed the generator; otherwise it is the device's default one.
     """
@@ -61,16 +61,16 @@ class RandomState:
 
 @dataclass(eq=False, frozen=True, slots=True)
 class Step:
-    """One operation to be run later.
+    """One recorded operation.
 
     Attributes:
         op: An overload of `torch.ops`.
-        args: Its arguments, a `Place` for each lazy tensor.
+        args: Its arguments, with a `Place` for each lazy tensor.
         kwargs: The same by keyword.
-        creates: For each output that is a new storage, its position among the outputs and its place.
+        creates: For each output with a new storage, its position among the outputs and its place.
         overwrites: The tape whose whole storage is written without being read, if nothing else is written.
-        random_state: For an operation that draws.
-        default_dtype: `torch.get_default_dtype()` at the time.
+        random_state: Random state before an operation that draws.
+        default_dtype: `torch.get_default_dtype()` at the time of recording.
         number: Its position among all steps.
     """
 
@@ -85,12 +85,12 @@ class Step:
 
 
 def is_on_meta(tensor: Tensor) -> bool:
-    """Return whether a tensor has no memory, whatever a lazy one says of itself inside a context."""
+    """Return whether a tensor has no memory, independent of the device that a lazy one reports."""
     return tensor.layout is torch.strided and tensor.untyped_storage().device.type == "meta"
 
 
 def tape_of(tensor: Tensor) -> Tape | None:
-    """Return the tape of a lazy tensor, None for any other."""
+    """Return the tape of a lazy tensor, and None for any other tensor."""
     return getattr(tensor.untyped_storage(), LAZY_TAPE, None) if is_on_meta(tensor) else None
 
 
@@ -103,7 +103,7 @@ def start_tape(tensor: Tensor, device: torch.device) -> Tape:
 
 
 def place_of(tensor: Tensor, tape: Tape) -> Place:
-    """Return where a tensor lies on the storage of its tape."""
+    """Return the place of a tensor on the storage of its tape."""
     return Place(
         tape,
         tuple(tensor.shape),

@@ -1,8 +1,8 @@
-"""The lazy tensor: one on the meta device that remembers how it would have been computed.
+"""The lazy tensor: a tensor on the meta device with a record of its computation.
 
-[Note: inside a context] A model may ask its tensors where they are: to make others there, or, as some of
-torch's initializers do, to leave alone what is on the meta device. So inside a context a lazy tensor names
-the device where it will be, and what is built is what would be built eagerly. Outside it tells the truth.
+[Note: inside a context] A model may read the device of its tensors, to make others there or, as some of
+torch's initializers do, to skip tensors on the meta device. So inside a context a lazy tensor reports its
+future device, and the model is built as in an eager build. Outside of it, it reports the meta device.
 """
 
 from typing import Any, NoReturn, Self
@@ -21,8 +21,8 @@ from colossalai.lazy._tape import tape_of
 class LazyTensor(Tensor):
     """A tensor on the meta device whose storage has a tape.
 
-    It is a subclass so that what is done to it outside of a `LazyInitContext` is recorded too: a deep copy, a
-    change of type, an initialization by hand.
+    As a subclass it also records operations outside of a `LazyInitContext`: a deep copy, a change of dtype,
+    an initialization by hand.
     """
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -36,7 +36,7 @@ class LazyTensor(Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The meta device; inside a context the one where the tensor will be."""
+        """The meta device; inside a context the future device of the tensor."""
         # See [Note: inside a context]
         tape = tape_of(self) if is_recording() else None
         return torch.device("meta") if tape is None else tape.device
@@ -64,7 +64,7 @@ class LazyTensor(Tensor):
         if not isinstance(self, nn.Parameter):
             copied: Self = super().__deepcopy__(memo)
             return copied
-        if id(self) not in memo:  # as torch copies a parameter, without its attributes
+        if id(self) not in memo:  # like torch's copy of a parameter, without its attributes
             memo[id(self)] = nn.Parameter(self.data.clone(), self.requires_grad)
         return memo[id(self)]
 
@@ -76,15 +76,15 @@ class LazyTensor(Tensor):
 
 
 def as_lazy(tensor: Tensor) -> LazyTensor:
-    """Return a lazy tensor on the storage of one that is on the meta device."""
+    """Return a lazy tensor on the storage of a tensor on the meta device."""
     return Tensor._make_subclass(LazyTensor, tensor)
 
 
 class RecordingMode(TorchDispatchMode):
-    """Sees every operation inside a context, also those without tensors among their arguments.
+    """Intercepts every operation inside a context, also those without tensors among their arguments.
 
     Args:
-        device: Where tensors will be that are made on no device or on the meta device.
+        device: Device of tensors that are made on no device or on the meta device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -102,5 +102,5 @@ class RecordingMode(TorchDispatchMode):
 
 
 def is_recording() -> bool:
-    """Return whether this is inside a context, and not inside the recording of an operation."""
+    """Return whether this code runs inside a context, and outside of the recording of an operation."""
     return any(isinstance(mode, RecordingMode) for mode in _get_current_dispatch_mode_stack())

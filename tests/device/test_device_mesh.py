@@ -94,8 +94,8 @@ def test_costs_by_their_documented_methods() -> None:
     [
         ([0, 1, 3], {}, r"physical_mesh_id has the ranks \[0, 1, 3\]: name each of 0, 1, 2, ... once"),
         ([], {}, "name each of 0, 1, 2, ... once"),
-        ([0, 1, 2, 3], {"mesh_shape": (3, 2)}, r"mesh_shape=\(3, 2\) is no shape of 4 ranks"),
-        ([0, 1, 2, 3], {"mesh_shape": (-1, -4)}, r"mesh_shape=\(-1, -4\) is no shape of 4 ranks"),
+        ([0, 1, 2, 3], {"mesh_shape": (3, 2)}, r"mesh_shape=\(3, 2\) is not a shape of 4 ranks"),
+        ([0, 1, 2, 3], {"mesh_shape": (-1, -4)}, r"mesh_shape=\(-1, -4\) is not a shape of 4 ranks"),
         (
             [0, 1, 2, 3],
             {"logical_mesh_id": torch.tensor([[0, 1]])},
