@@ -1,18 +1,18 @@
-"""Adapters of low rank (LoRA, 2106.09685) around layers that are cut: they are cut as their layers are.
+"""Low-rank adapters (LoRA, 2106.09685) around cut layers: they are cut like their layers.
 
-An adapter adds B A x to what its layer says of x. peft puts it around the layer, so a rule that names the
-layer finds the adapter, and the layer inside of it.
+An adapter adds B A x to the output of its layer. peft wraps the layer, so the name of a layer in a rule
+refers to the adapter, with the layer inside of it.
 
-[Note: how an adapter is cut]
-Of a column layer B is cut along its outputs, of a row layer A along its inputs, each as the weight of the
-layer itself; the other factor is whole on every rank. Between the two lie as many features as the rank is:
+[Note: cuts of an adapter]
+With a column layer B is cut along its outputs, with a row layer A along its inputs, each like the weight of
+the layer itself; the other factor is whole on every rank. Between the two there are `rank` features:
 
     column:  x whole, A x computed by all ranks alike; the gradient of A x is summed over them
-    row:     x cut, A x summed over the ranks; B and what follows is computed by all ranks alike
+    row:     x cut, A x summed over the ranks; B and the rest are computed by all ranks alike
 
-So one sum of `rank` features is all that travels, A and B find their whole gradients without a hook of their
-own, and the outputs, the bias with them, are added once. The factor that is cut becomes what the layer
-becomes, which has these sums. B A is on each rank the very slice of the weight, so peft can merge it there.
+So a single sum of `rank` features is communicated, A and B get their whole gradients without further hooks,
+and the outputs, including the bias, are added once. The cut factor is replaced like the layer, by a module
+with these sums. B A on each rank is exactly the slice of the weight, so peft can merge it there.
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from colossalai.shardformer._layers import DrawsApart, DrawsTogether, LinearShar
 
 
 def is_adapter(module: object) -> bool:
-    """Return whether a module is what peft puts around a layer, whatever it adds to it."""
+    """Return whether a module is a wrapper of peft around a layer, with any kind of adapter."""
     return type(module).__module__.startswith("peft.tuners.") and hasattr(module, "base_layer")
 
 
@@ -34,7 +34,7 @@ def without_adapter(layer: Any) -> Any:
 
 
 def reason_against_adapter(layer: Any) -> str:
-    """Return why an adapter cannot be cut with its layer; empty where it can, and for a layer without one."""
+    """Return the reason why an adapter cannot be cut with its layer; empty if it can, or without one."""
     if not is_adapter(layer):
         return ""
     kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
@@ -53,11 +53,11 @@ def reason_against_adapter(layer: Any) -> str:
 
 
 def factors_to_cut(layer: Any, *, cuts_outputs: bool) -> list[nn.Parameter]:
-    """Return the parameters of adapters that are cut with a layer; none where none can be cut.
+    """Return the parameters of adapters that are cut with a layer; none if none can be cut.
 
     Args:
-        layer: A linear layer, or what peft has put around one.
-        cuts_outputs: Whether the layer is a column layer; else it is a row layer.
+        layer: A linear layer, or its wrapper by peft.
+        cuts_outputs: Whether the layer is a column layer; otherwise it is a row layer.
     """
     if not is_adapter(layer) or reason_against_adapter(layer):
         return []
@@ -66,10 +66,10 @@ def factors_to_cut(layer: Any, *, cuts_outputs: bool) -> list[nn.Parameter]:
 
 
 def cut_with_adapter(adapter: Any, cut: Callable[[nn.Module], LinearShard]) -> None:
-    """Cut a layer and the factors of its adapters, in place. See [Note: how an adapter is cut].
+    """Cut a layer and the factors of its adapters, in place. See [Note: cuts of an adapter].
 
     Args:
-        adapter: What peft has put around the layer.
+        adapter: The wrapper of the layer by peft.
         cut: Cuts a linear layer.
     """
     adapter.base_layer = cut(adapter.base_layer)
@@ -81,5 +81,5 @@ def cut_with_adapter(adapter: Any, cut: Callable[[nn.Module], LinearShard]) -> N
     drawing = DrawsTogether if sees_all else DrawsApart
     for dropout in adapter.lora_dropout.values():
         if isinstance(dropout, nn.Dropout):
-            # Ranks that see the same features leave out the same ones; others may draw apart around them.
+            # Ranks with the same features drop the same ones; the surrounding dropouts may draw separately.
             put_before(drawing, dropout)

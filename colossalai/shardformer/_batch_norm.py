@@ -11,13 +11,13 @@ gradient of the sum of the losses of all ranks is (1502.03167, section 3)
 
     dx = w / s (dy - (sum dy) / n - h (sum dy h) / n)
 
-where both sums are over all ranks: one more message. dw = sum dy h and db = sum dy stay those of a rank, as
-all gradients of parameters do until the data method averages them. What is applied to a whole activation is
-torch's own kernel, that of a batch norm in evaluation, of which m and v are the statistics.
+where both sums are over all ranks: one more message. dw = sum dy h and db = sum dy stay local, like all
+gradients of parameters until the data method averages them. A whole activation is processed by torch's own
+kernel of a batch norm in evaluation, with m and v as the statistics.
 
 [Note: a batch that is seen twice]
-Where activations are recomputed, the backward runs a forward again, on the same batch. All ranks do so alike,
-so they gather again; but running statistics must not move a second time, nor may the batch be counted twice.
+If activations are recomputed, the backward runs a forward again, on the same batch. All ranks do so alike, so
+they gather again; but running statistics must not move a second time, nor may the batch be counted twice.
 """
 
 from collections.abc import Callable
@@ -99,7 +99,7 @@ class FollowsBatchOnce(nn.Module):
             first: Tensor = normalize(x)
             return first
         kept = dict(self._buffers)
-        # What moves is thrown away; the forward may be that of a class of the user's own.
+        # Updates go to copies, which are discarded; the forward may be overridden by a user's class.
         self._buffers.update({name: each if each is None else each.clone() for name, each in kept.items()})
         try:
             again: Tensor = normalize(x)

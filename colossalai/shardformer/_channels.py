@@ -4,9 +4,9 @@ A convolution of one group is a linear layer over channels, at every place of an
 are cut as the features of a column layer are, its input channels as those of a row layer, and between the two
 a norm that treats each channel by itself needs to know of its own channels only.
 
-Layers stay the objects and of the classes that they are, with a class of this file put before their own:
-padding, strides and dtypes are then those of their own forward. `in_channels`, `out_channels`, `num_features`
-and `num_channels` go on to say the whole.
+Layers keep their identity and their classes, with a class of this file put before their own: padding, strides
+and dtypes are handled by their own forward. `in_channels`, `out_channels`, `num_features` and `num_channels`
+keep the numbers of the whole layer.
 """
 
 from collections.abc import Callable, Mapping
@@ -139,7 +139,7 @@ def cut_convolution(layer: nn.Module, field: str, mesh: Mesh, *, num_parts: int)
 
 
 def cut_channel_norm(norm: Any, mesh: Mesh, *, num_parts: int) -> None:
-    """Let a norm keep what belongs to this rank's channels, in place; `num_parts` as in `cut_convolution`."""
+    """Reduce a norm to this rank's channels, in place; `num_parts` as in `cut_convolution`."""
     for tensor in (*norm.parameters(recurse=False), *norm.buffers(recurse=False)):
         if tensor.dim() == 1:  # not the number of batches
             cut_param(tensor, ((AXIS,),), mesh, parts=(num_parts,))
@@ -162,7 +162,7 @@ def reason_against_convolution(layer: nn.Module) -> str:
 
 
 def reason_against_norm(norm: nn.Module) -> str:
-    """Return why a module is no norm of channels that can be cut; empty where it is."""
+    """Return the reason why a norm of channels cannot be cut, or is not one; empty if it can be cut."""
     if isinstance(norm, SpecKeeper):
         return "has been cut already"
     if not isinstance(norm, (*BATCH_NORMS, nn.GroupNorm)):
@@ -174,7 +174,7 @@ def reason_against_norm(norm: nn.Module) -> str:
 
 
 def extents_of_norm(norm: Any) -> dict[str, int]:
-    """Return what the ranks have to divide in a norm of channels, by the words for it."""
+    """Return the extents of a norm of channels that the ranks have to divide, by their names."""
     if isinstance(norm, nn.GroupNorm):
         return {"channels": norm.num_channels, "groups": norm.num_groups}
     return {"channels": norm.num_features}

@@ -3,16 +3,16 @@
 In transformers 5 a block of experts is two modules: a router, which chooses experts for each token, and one
 whose name ends with Experts, called with (tokens, chosen experts, weights). The second has one parameter for
 the matrices of all experts, (experts, ..., ...). Cutting it along dimension 0 and putting `dispatch` around
-its forward is all there is to do: the router, what experts share and the rest of the model are not touched,
-and the parameters keep their names and their order.
+its forward is enough: the router, shared experts and the rest of the model are not changed, and the
+parameters keep their names and their order.
 
-[Note: which classes are experts]
-Those with a rule that names `experts`, and classes of transformers whose name ends with Experts and whose
-module says how its parameters lie (`is_transposed`, `has_gate` and `has_bias`, which the decorator of these
-classes sets). What such an expert computes follows from these words, and is computed by our own grouped
-products. A class with a rule computes by its own forward, as on one process, with the rows of this rank as
-tokens that have one choice of weight 1 each. Other classes of that name have an interface of their own;
-where they ought to be cut, they are refused by name.
+[Note: classes of experts]
+These are classes with a rule that has `experts`, and classes of transformers whose name ends with Experts and
+whose module has the attributes of the layout of its parameters (`is_transposed`, `has_gate` and `has_bias`,
+set by the decorator of these classes). The computation of the latter follows from these attributes, and uses
+our own grouped products. A class with a rule computes by its own forward, as on one process, with the rows of
+this rank as tokens with one expert of weight 1 each. Other classes with such a name have another interface;
+if they have to be cut, they are refused by name.
 """
 
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ _LAYOUT = ("has_gate", "has_bias", "is_transposed")
 def shard_experts(model: nn.Module, mesh: Mesh) -> int:
     """Cut the experts of a model over the ranks along `ep`, and along `tp` together with it, in place.
 
-    All ranks hold the same values before. No communication. See [Note: which classes are experts].
+    All ranks hold the same values before. No communication. See [Note: classes of experts].
 
     Args:
         model: The model, or a stage of it.
@@ -119,7 +119,7 @@ def experts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def keep_float32(model: nn.Module) -> None:
-    """Let no precision cast what a model of transformers says has to stay in float32.
+    """Exclude the parameters that a model of transformers requires in float32 from casts of any precision.
 
     It is the bias that balances experts, which moves by steps of 0.001 that 16 bits would lose, and a few
     routers: `_keep_in_fp32_modules_strict` of the model's class.
@@ -140,7 +140,7 @@ class DispatchedExperts(SpecKeeper):
     num_experts: int
 
     def forward(self, *args: Tensor, **kwargs: Tensor) -> Tensor:
-        """Return for each token (tokens, features) the weighted sum of what its experts say."""
+        """Return for each token (tokens, features) the weighted sum of its experts' outputs."""
         found: Tensor = outside_graphs(self._dispatch)(*args, *kwargs.values())
         return found
 
@@ -161,7 +161,7 @@ class DispatchedExperts(SpecKeeper):
 
 
 class KnownExperts(DispatchedExperts):
-    """Put before a class of transformers that says how its parameters lie."""
+    """Put before a class of transformers with attributes of the layout of its parameters."""
 
     has_gate: bool
     has_bias: bool
@@ -169,7 +169,7 @@ class KnownExperts(DispatchedExperts):
 
     def _compute(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
         wide = self._product("gate_up_proj" if self.has_gate else "up_proj", rows, sizes)
-        module: Any = self  # what it applies between the products is the module's own
+        module: Any = self  # the activation between the products is the module's own
         inner = module._apply_gate(wide) if self.has_gate else module.act_fn(wide)
         return self._product("down_proj", inner, sizes)
 
@@ -185,7 +185,7 @@ class RuledExperts(DispatchedExperts):
         numbers = torch.arange(len(sizes), device=rows.device)
         chosen = numbers.repeat_interleave(torch.tensor(sizes, device=rows.device))
         kept = self.num_experts
-        self.num_experts = len(sizes)  # what it loops over
+        self.num_experts = len(sizes)  # the extent of its loop
         try:
             own_forward = super(DispatchedExperts, self).forward  # of the class that this one was put before
             results: Tensor = own_forward(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
@@ -214,7 +214,7 @@ def _is_called_experts(module: nn.Module) -> bool:
 
 
 def _is_adapter(module: Any) -> bool:
-    """Return whether a module is what peft puts around experts for LoRA on one of their parameters."""
+    """Return whether a module is a wrapper of peft around experts for LoRA on one of their parameters."""
     kind = type(module)
     return kind.__module__.startswith("peft.") and kind.__name__ == "ParamWrapper"
 
@@ -249,7 +249,7 @@ def _cut_adapter(adapter: Any, axes: tuple[str, ...], mesh: Mesh) -> None:
 
 
 def _refuse_others(model: nn.Module, known: set[nn.Module]) -> None:
-    """Refuse experts that ought to be cut, and that nobody knows how to cut."""
+    """Refuse experts that have to be cut, but have an unknown interface."""
     for name, part in parts_of(model):
         if part not in known and _is_called_experts(part):
             raise ValueError(
@@ -264,7 +264,7 @@ def _can_cut(name: str, module: nn.Module, names: Sequence[str], *, num_ranks: i
     """Return whether the ranks divide the experts of a module.
 
     Raises:
-        ValueError: `num_ranks` does not divide its experts, and expert parallelism was asked for.
+        ValueError: `num_ranks` does not divide its experts, with expert parallelism requested.
     """
     param = module.get_parameter(names[0])
     num_experts = param.shape[0]

@@ -1,8 +1,8 @@
 """Loss in chunks for models of transformers, whose forward goes from the head to the loss by itself.
 
-Where such a model is given labels in training, its head returns `MISSING_LOGITS` and leaves its input where
-the model's loss function, which is called next, finds it. Whether a forward was given labels is seen by a
-hook before it. So the model's own code runs, on every stage of a pipeline, and what else it returns is there.
+If such a model gets labels in training, its head returns `MISSING_LOGITS` and stores its input for the
+model's loss function, which is called next. A hook before each forward detects labels. So the model's own
+code runs, on every stage of a pipeline, and its other outputs are unchanged.
 """
 
 import inspect
@@ -31,11 +31,11 @@ def fuse_losses(model: nn.Module) -> int:
         model: The model, or a stage of it, its layers cut already.
 
     Returns:
-        How many there are, here or on other stages; 0 where no class has a rule that names a `loss_head`,
-        and no model a plan that does.
+        Number of such models, here or on other stages; 0 if no class has a rule with a `loss_head`, and no
+        model a plan with one.
 
     Raises:
-        ValueError: The head is no linear layer, or the model has a loss function of its own.
+        ValueError: The head is not a linear layer, or the model has its own loss function.
     """
     heads = [(part, _loss_head(part)) for _, part in parts_of(model)]
     found = [(part, name) for part, name in heads if name is not None]
@@ -49,8 +49,8 @@ def fuse_losses(model: nn.Module) -> int:
 def _loss_head(model: nn.Module) -> str | None:
     """Return the name of the head of a model, by the rule of its class, or else by its plan.
 
-    A plan does not say that the loss gets the logits as they are; where something else reads them, it meets
-    `MISSING_LOGITS`, and the user is told.
+    With a plan, it is unknown whether the loss gets the logits unchanged; any other user of them gets
+    `MISSING_LOGITS`, which raises an error.
     """
     rule = rule_of(model)
     return planned_head(model) if rule is None else rule.loss_head
@@ -76,11 +76,11 @@ def _fuse(model: nn.Module, head: nn.Module) -> None:
 
 @dataclass
 class _HeadState:
-    """What a head and the loss behind it know of the forward that is running.
+    """State of a head and the loss behind it in the current forward.
 
     Attributes:
-        is_wanted: Whether it wants a loss without logits.
-        operands: What the head was given, until the loss takes it.
+        is_wanted: Whether the forward computes a loss without logits.
+        operands: Operands of the head, until the loss takes them.
     """
 
     is_wanted: bool = False

@@ -1,18 +1,18 @@
 """Parameters inside a cut region that no rule covers.
 
-[Note: what is inside a cut region]
+[Note: parameters inside a cut region]
 Between the column and the row layers of a module a rank computes with its own heads or features. A parameter
-that is whole there finds the terms of these features only, another gradient on every rank, so that the ranks
-drift apart without an error; one with an entry for each head does not fit to a rank's heads at all. The order
-of a module's layers is that of its forward, which a rule does not have. So every parameter of a module that
-has both, layers that hand out features (columns, embeddings cut along features) and layers that sum them
-(rows), and of its children, has to be covered: by being one of the layers that the rule names, by a rule of
-its own module, or by `outside`, which lists what acts on whole activations. One of the two kinds may be that
-of the rule of a child. A row layer inside a region (`inner_rows`) is both.
+that is whole there gets the gradient terms of these features only, different ones on every rank, so that the
+ranks diverge without an error; a parameter with an entry for each head does not even fit a rank's heads. A
+rule does not have the order of a module's layers, which its forward defines. So if a module has both layers
+that output parts of the features (columns, embeddings cut along features) and layers that sum them (rows),
+every parameter of it and of its children has to be covered: as one of the layers in the rule, by a rule of
+its own module, or by `outside`, the list of layers on whole activations. One of the two kinds can be in the
+rule of a child. A row layer inside a region (`inner_rows`) is both.
 
-A child with a rule that cuts linear layers, embeddings or experts is a region of its own. The rule of one
-that only sums gradients, or cuts parameters and norms, is for a part of the region that it is in, and covers
-no more than it names.
+A child with a rule that cuts linear layers, embeddings or experts is a separate region. A rule that only sums
+gradients, or cuts parameters and norms, is for a part of the surrounding region, and covers only its own
+layers.
 """
 
 from collections.abc import Iterator, Mapping
@@ -26,7 +26,7 @@ from colossalai.shardformer.policies import Rule
 from colossalai.tensor import spec_of
 
 EVERYTHING = "*"
-"""In `Rule.outside`: all layers and parameters that no other field names."""
+"""In `Rule.outside`: all layers and parameters outside of the other fields."""
 
 
 _OPENERS = ("columns", "feature_embeddings", "inner_rows")
@@ -40,7 +40,7 @@ def refuse_uncovered(
 ) -> None:
     """Refuse a rule that leaves out parameters between the column and the row layers of a module.
 
-    See [Note: what is inside a cut region].
+    See [Note: parameters inside a cut region].
 
     Args:
         name: The module's name, for the message.
@@ -77,7 +77,7 @@ def _uncovered(module: nn.Module, ruled: Mapping[nn.Module, Rule]) -> Iterator[s
     layers: set[str] = set()
     params: set[str] = set()
     for name, part in parts_of(module):
-        # Parts are in the order of the tree: what is inside of a covered one has its name before its own.
+        # Parts are in the order of the tree: the name of a covered part precedes the names inside of it.
         rule = ruled.get(part)
         region = rule_of(part) if rule is None else rule  # cut or not
         if name and (name.rpartition(".")[0] in layers or (region and _named(region, _OWN_REGION))):
@@ -95,9 +95,9 @@ def _uncovered(module: nn.Module, ruled: Mapping[nn.Module, Rule]) -> Iterator[s
 
 
 def _layers_of(module: nn.Module, fields: tuple[str, ...], ruled: Mapping[nn.Module, Rule]) -> list[str]:
-    """Return the layers that some fields name: of a module's rule, or else of rules of its children.
+    """Return the layers in some fields of a module's rule, or otherwise of rules of its children.
 
-    A child that has, in all, layers of both kinds is not counted: its regions begin and end in it.
+    A child that has, in total, layers of both kinds is not counted: its regions begin and end in it.
     """
     own = _present(module, _named(ruled[module], fields))
     if own:

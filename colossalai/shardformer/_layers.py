@@ -1,4 +1,4 @@
-"""What stands in for a layer once its parameters are cut; its parameters keep their names and identity."""
+"""Sharded layers: replacements of layers whose parameters are cut, which keep their names and identity."""
 
 import copy
 from collections.abc import Callable
@@ -30,9 +30,9 @@ def cut_param(
     *,
     parts: tuple[int, ...],
 ) -> None:
-    """Let a parameter or buffer keep this rank's slice, if it is not cut by now, as a shared one may be.
+    """Reduce a parameter or buffer to this rank's slice, unless it is already cut, as a shared one may be.
 
-    A vocabulary that the ranks do not divide is padded; what has other dimensions has been checked.
+    A vocabulary that the ranks do not divide is padded; other dimensions have been checked before.
     """
     if spec_of(param) is not None:
         return
@@ -89,15 +89,15 @@ class LinearShard(SpecKeeper):
         return self._matmul(x, weight, bias=self.bias)
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the description in `print(model)`."""
         return f"weight {tuple(self.weight.shape)}, {'out' if self.scheme.w_out else 'in'} features cut"
 
 
 class HeadShard(LinearShard):
     """A column layer whose output is gathered: the logits of the whole vocabulary, on every rank.
 
-    What pads the features is left out. What follows is computed by all ranks alike, so each finds the whole
-    gradient, and takes its slice of it.
+    The padding of the features is removed. All ranks compute the rest alike, so each has the whole gradient,
+    and takes its slice of it.
     """
 
     def __init__(self, weight: nn.Parameter, bias: nn.Parameter | None, **options: Any) -> None:
@@ -137,14 +137,14 @@ class InnerRowShard(LinearShard):
 
 @dataclass(frozen=True)
 class LinearParts:
-    """What a linear layer computes with, cut or not: for who computes it in another way.
+    """Operands of a linear layer, cut or not, for other implementations of its product.
 
     Attributes:
         weight: (out, in), this rank's slice.
-        bias: (out,), this rank's slice, or the whole where outputs are summed; None for none.
+        bias: (out,), this rank's slice, or the whole if outputs are summed; None for none.
         summed_over: The ranks over which products are summed, before the bias is added; None for none.
         gathered_over: The ranks over which outputs are gathered; None for none.
-        num_outputs: Outputs that are left of those then: what pads them is behind.
+        num_outputs: Number of gathered outputs without the padding behind them.
     """
 
     weight: torch.Tensor
@@ -155,7 +155,7 @@ class LinearParts:
 
 
 def linear_parts(layer: nn.Module) -> LinearParts | None:
-    """Return what a linear layer, or this rank's shard of one, computes with; None for anything else."""
+    """Return the operands of a linear layer, or of this rank's shard of one; None for other modules."""
     if type(layer) is nn.Linear:
         return LinearParts(layer.weight, layer.bias)
     if type(layer).__name__ == "Conv1D":
@@ -173,7 +173,7 @@ def linear_parts(layer: nn.Module) -> LinearParts | None:
 class VocabularyShard(ParallelEmbedding, nn.Embedding):
     """Put behind a class of embeddings, in the place of `nn.Embedding`, whose `forward` it extends.
 
-    An embedding that scales what it looks up (Gemma 3) then scales what the ranks found together.
+    If a class scales its embeddings (Gemma 3), it scales the sum over the ranks.
     """
 
     weight: nn.Parameter
@@ -182,9 +182,9 @@ class VocabularyShard(ParallelEmbedding, nn.Embedding):
 class SumsGradients(SpecKeeper):
     """Put before the class of a norm that a rank applies to its own heads: gradients are summed.
 
-    Its parameters are whole on every rank, but a rank finds the terms of its own heads only. A hook on a
-    parameter would be lost where others take its place (FSDP, `to_empty`); the forward sees what is there.
-    A parameter that is cut has only entries of the rank's own heads, and keeps its gradient.
+    Its parameters are whole on every rank, but their gradients have the terms of the rank's own heads only. A
+    hook on a parameter would be lost if the parameter is replaced (FSDP, `to_empty`), so the forward handles
+    the current one. A cut parameter has only entries of the rank's own heads, and keeps its gradient.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -205,18 +205,18 @@ class SumsGradients(SpecKeeper):
 
 @dataclass
 class Asked:
-    """Whether the forward that is running was asked for the weights of its attentions."""
+    """Whether the current forward returns the weights of its attentions."""
 
     attentions: bool = False
 
 
 @dataclass
 class NotesQuestion:
-    """A hook before the forward of a model that is asked for attention weights, by argument or by config.
+    """A hook before the forward of a model that detects a request of attention weights.
 
     Attributes:
-        asked: Where the answer is noted, for `GathersHeads`.
-        is_outermost: Whether the model is not in another one that may have been asked instead.
+        asked: The flag for `GathersHeads`.
+        is_outermost: Whether the model is not part of another one, which may have received the request.
     """
 
     asked: Asked
@@ -233,15 +233,15 @@ class NotesQuestion:
 
 @dataclass
 class GathersHeads:
-    """A hook behind an attention of a part of the heads: its weights become those of all of them.
+    """A hook behind an attention with a part of the heads: it gathers the weights of all heads.
 
-    Where nobody asked for them nothing is sent. It comes before the hooks by which transformers collects
-    them, as those are made in the first forward.
+    Without a request of the weights nothing is sent. It is registered before the hooks by which transformers
+    collects them, as those are registered in the first forward.
 
     Attributes:
-        asked: Whether somebody did.
+        asked: The flag of the request.
         mesh: The ranks.
-        place: Which element of the output the weights are.
+        place: Index of the weights in the output.
     """
 
     asked: Asked
@@ -262,7 +262,7 @@ class GathersHeads:
 
 @dataclass
 class TakesOwnHeads:
-    """A hook before a module of a part of the heads: of what it is given for all it gets that of its own.
+    """A hook before a module with a part of the heads: it slices arguments for all heads to the rank's own.
 
     Attributes:
         places: Names of the arguments, (batch * heads, ...), and their places among the positional ones.
@@ -312,15 +312,15 @@ class DrawsTogether(nn.Module):
 
 
 def draw_together_behind(module: nn.Module, args: Any, output: Any) -> None:
-    """Let what follows a row layer draw the same numbers on all ranks; a hook behind that layer."""
+    """Draw the same numbers on all ranks from here on; a hook behind a row layer."""
     draw_together()
 
 
 def put_before(first: type[nn.Module], module: nn.Module) -> Callable[[], None]:
-    """Change the class of a module, in place: `forward` becomes that of `first` around its own.
+    """Change the class of a module, in place: the `forward` of `first` wraps the module's own.
 
     Returns:
-        A function that gives the module its own class back.
+        A function that restores the class of the module.
     """
     kind = type(module)
     _change_class(module, class_of(kind.__name__, kind.__module__, (first, kind)))
@@ -328,14 +328,14 @@ def put_before(first: type[nn.Module], module: nn.Module) -> Callable[[], None]:
 
 
 def put_behind(last: type[nn.Module], module: nn.Module) -> None:
-    """Change the class of a module, in place: what its own class takes from a base, it takes from `last`."""
+    """Change the class of a module, in place: `last` becomes the base of its own class."""
     kind = type(module)
     _change_class(module, class_of(kind.__name__, kind.__module__, (kind, last)))
 
 
 def _change_class(module: nn.Module, kind: type[nn.Module]) -> None:
-    # In place, as other modules and users hold the module. A module around it would rename its parameters,
-    # and a hook cannot replace what its forward computes.
+    # In place, since other modules and users hold the module. A wrapping module would rename its parameters,
+    # and a hook cannot replace the computation of its forward.
     module.__class__ = kind
 
 
@@ -360,7 +360,7 @@ def take_hooks(module: nn.Module, place_of: nn.Module) -> None:
 
 
 def keep_specs(module: nn.Module, mesh: Mesh, kind: type[SpecKeeper]) -> None:
-    """Put a class before that of a module, in place, and let it keep the specs of the module's parameters."""
+    """Put a class before the class of a module, in place, and keep the specs of the module's parameters."""
     vars(module).update(vars(SpecKeeper(mesh)) | vars(module))
     if not isinstance(module, kind):  # a layer of `head_norms` may own `head_params`
         put_before(kind, module)

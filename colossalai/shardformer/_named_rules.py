@@ -1,7 +1,7 @@
 """Sharding rules by the names of modules: the cuts of a plan that was made for one model.
 
-A rule of a class holds for every model that has such modules, and tolerates that some lack a layer. Rules by
-name are for one model, so everything that they say has to be there.
+A rule of a class applies to every model with such modules, and tolerates missing layers. Rules by name are
+for one model, so all of their layers have to exist.
 """
 
 import inspect
@@ -34,7 +34,7 @@ class NamedRules(Mapping[str, Rule]):
         rules: The rules; "" is the name of the model itself.
 
     Raises:
-        ValueError: `rules` is no mapping from names to rules.
+        ValueError: `rules` is not a mapping from names to rules.
     """
 
     def __init__(self, rules: Mapping[str, Rule]) -> None:
@@ -72,7 +72,7 @@ def rules_by_name(model: nn.Module, cuts: Mapping[str, Rule]) -> FoundRules:
         cuts: The rules by name.
 
     Raises:
-        ValueError: `cuts` has a name that no module has, or a rule that names what the module lacks.
+        ValueError: `cuts` has an unknown name, or a rule for layers that its module lacks.
     """
     parts: dict[str, list[nn.Module]] = {}  # a rank with several stages has the model itself in each
     for name, part in parts_of(model):
@@ -163,7 +163,7 @@ def _has_argument(part: nn.Module, key: str) -> bool:
     return key in inspect.signature(part.forward).parameters
 
 
-# Fields of a rule, what they name, and whether a module has it.
+# Fields of a rule, the kind of their names, and the check that a module has them.
 _NAMED: tuple[tuple[tuple[str, ...], str, Callable[[nn.Module, str], bool]], ...] = (
     ((*_LAYERS, "head_norms", "whole_dropouts"), "a layer", _has_layer),
     (("head_params",), "a parameter", _has_param),
@@ -175,7 +175,7 @@ _NAMED: tuple[tuple[tuple[str, ...], str, Callable[[nn.Module, str], bool]], ...
 
 
 def rule_by_name(rule: Rule, module: nn.Module) -> Rule:
-    """Return the rule by name of a module whose class has a rule: that without what this module lacks."""
+    """Return the rule of a module's class as a rule by name, without the layers that this module lacks."""
     found: dict[str, Any] = {}
     for fields, _, is_there in _NAMED:
         for field in fields:

@@ -43,7 +43,7 @@ class RuleRegistry:
                 self.register(name, rule)
 
     def register(self, kind: type[nn.Module] | str, rule: Rule, *, replace: bool = False) -> None:
-        """Add a rule; `register_rule` says more."""
+        """Add a rule; see `register_rule`."""
         if not isinstance(rule, Rule):
             raise ValueError(f"the rule is a {type(rule).__name__}; it must be a colossalai.shardformer.Rule")
         name = _full_name(kind)
@@ -79,15 +79,15 @@ _registry = RuleRegistry((BERT, BLOOM, CAUSAL, GPT2, GPT_NEOX, GPT_OSS, LEFT_OUT
 
 
 def register_rule(kind: type[nn.Module] | str, rule: Rule, *, replace: bool = False) -> None:
-    """Say how the modules of a class are cut in tensor parallelism.
+    """Register the rule of a class of modules for tensor parallelism.
 
     Args:
         kind: The class, or its full name; subclasses are cut alike.
-        rule: How.
-        replace: Whether the rule takes the place of another one that the class has.
+        rule: The rule.
+        replace: Whether to replace another rule of the class.
 
     Raises:
-        ValueError: `kind` is no class, or it has another rule and `replace` is False.
+        ValueError: `kind` is not a class, or it has another rule and `replace` is False.
     """
     _registry.register(kind, rule, replace=replace)
 

@@ -1,11 +1,11 @@
-"""Share out the layers of a model over the tensor-parallel ranks, in place.
+"""Sharding of the layers of a model over the tensor-parallel ranks, in place.
 
-The rules are those of the classes of its modules; where a class has none, the model's own `tp_plan`. Or they
-are those that a plan has for its modules by name, and no others.
+The rules are those of the classes of its modules; for classes without one, the model's own `tp_plan`. Or they
+are the rules of a plan for its modules by name, and no others.
 
-Parameters stay the same objects with less in them, so an optimizer that holds them needs not to know; each
-carries a spec of the whole, so gradients, norms, ZeRO and checkpoints need not either. A checkpoint has the
-names and the shapes that the model has on one process.
+Parameters keep their identity with smaller contents, so an optimizer that refers to them does not change;
+each has a spec of the whole, so neither do gradients, norms, ZeRO and checkpoints. A checkpoint has the names
+and shapes of the model on one process.
 """
 
 import inspect
@@ -75,7 +75,7 @@ _LINEAR_KINDS: Mapping[str, tuple[LinearScheme, type[LinearShard]]] = {
     "heads": (COLUMN, HeadShard),
     "splits": (ROW, SplitRowShard),
 }
-"""What a linear layer becomes, by the field of a `Rule` that names it."""
+"""Replacement of a linear layer, by the field of a `Rule` that contains it."""
 
 
 def shard_model(model: nn.Module, mesh: Mesh, cuts: Mapping[str, Rule] | None = None) -> int:
@@ -86,16 +86,16 @@ def shard_model(model: nn.Module, mesh: Mesh, cuts: Mapping[str, Rule] | None = 
     Args:
         model: The model, or a stage of it; it is changed in place.
         mesh: The ranks.
-        cuts: Rules by the names of modules, which are then the only ones that count; "" is the model itself.
-            For a stage: of those that it has, by their names in the whole model.
+        cuts: Rules by the names of modules, used instead of all others; "" is the model itself. For a stage:
+            rules of its modules, by their names in the whole model.
 
     Returns:
         The number of modules that were shared out; 0 where no class has a rule and the model has no plan.
 
     Raises:
         ValueError: `mesh` has a number of ranks that does not divide the heads or the features of a module,
-            or `model` has a layer that cannot be cut, or a plan that cannot be translated, or `cuts` names
-            what it has not, or one of two layers that share a parameter. Nothing has been changed then.
+            or `model` has a layer that cannot be cut, or a plan that cannot be translated, or `cuts` has an
+            unknown name, or one of two layers that share a parameter. Nothing has been changed then.
     """
     found = check_shards(model, mesh.axis_size(AXIS), cuts)
     for _, module, rule in found:
@@ -110,8 +110,8 @@ def check_shards(model: nn.Module, num_ranks: int, cuts: Mapping[str, Rule] | No
     """Return the modules that `shard_model` would cut, by name, with their rules; nothing is changed.
 
     Args:
-        model: The model; one without memory will do.
-        num_ranks: Ranks that are to share its layers.
+        model: The model. It can be on the meta device.
+        num_ranks: Number of ranks that share its layers.
         cuts: As in `shard_model`.
 
     Raises:
@@ -207,10 +207,10 @@ def _owners_of_params(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 
 def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh: Mesh) -> None:
-    """Let the weights of attentions be those of all heads in forwards that are asked for them."""
+    """Gather the weights of attentions over all heads, in forwards that return them."""
     asked = Asked()
     for module, rule in attentions.items():
-        # Before hooks that the model has, as transformers makes its own where a forward was asked already.
+        # Before existing hooks: transformers registers its own once a forward has returned the weights.
         module.register_forward_hook(GathersHeads(asked, mesh, rule.attentions_at), prepend=True)
     models = [part for _, part in parts_of(model) if hasattr(part, "config") and part not in attentions]
     for number, part in enumerate(models):
@@ -299,11 +299,11 @@ def _feature_embedding(layer: nn.Embedding, mesh: Mesh) -> ParallelEmbedding:
 def check_rule(
     name: str, module: nn.Module, rule: Rule, num_ranks: int, *, ruled: Mapping[nn.Module, Rule] | None = None
 ) -> None:
-    """Refuse what cannot be shared out; whether two layers share a parameter is not looked at.
+    """Check that a module can be sharded; layers that share a parameter are not checked.
 
     Args:
         name: The module's name, for the message.
-        module: What has the rule.
+        module: The module with the rule.
         rule: The rule.
         num_ranks: Ranks that are to share its layers.
         ruled: Rules of modules by name, next to those of classes.
@@ -342,7 +342,7 @@ def check_rule(
 
 
 def _reason_if_computed(layer: Any) -> str:
-    """Return why a layer cannot be cut whose weight or bias is no parameter of it; empty where it can."""
+    """Return the reason why a layer cannot be cut if its weight or bias is computed; empty otherwise."""
     layer = without_adapter(layer)
     for key in ("weight", "bias"):
         if isinstance(getattr(layer, key, None), Tensor) and layer._parameters.get(key) is None:
@@ -371,7 +371,7 @@ def _reason_against(layer: nn.Module) -> str:
 
 
 def _reason_against_linear(layer: nn.Module) -> str:
-    """Return why a linear layer would lose what it does when it is cut; empty where it would not."""
+    """Return the reason why a cut linear layer would lose functionality; empty if it would not."""
     kind = f"{type(layer).__module__}.{type(layer).__qualname__}"
     if isinstance(layer, nn.Linear) and type(layer).forward is not nn.Linear.forward:
         return (
@@ -405,7 +405,7 @@ def _check_unset(what: str, module: nn.Module, rule: Rule) -> None:
 
 
 def _numbers(module: nn.Module, rule: Rule) -> dict[str, int]:
-    """Return what the ranks have to divide, by the names that a user knows."""
+    """Return the numbers that the ranks have to divide, by their names in the model."""
     numbers = {key: int(getattr(module, key)) for key in rule.counts}
     numbers |= {f"config.{key}": int(getattr(module.config, key)) for key in rule.divisible}
     for key in _present(module, rule.columns):

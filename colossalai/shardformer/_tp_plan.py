@@ -1,14 +1,14 @@
 """Translation of the `tp_plan` of a model of transformers to rules for its modules.
 
-Such a plan has a style of cut for each layer by name, `layers.*.mlp.up_proj: colwise`. A rule says the same
-of all layers of one module, so the entries are put together by the module that has the layers.
+Such a plan has a style of cut for each layer by name, `layers.*.mlp.up_proj: colwise`. A rule covers all
+layers of one module, so the entries are grouped by the module of the layers.
 
-[Note: what a plan does not say]
-A plan names layers, and says nothing of attributes that count heads or features. Its forwards are run by
-transformers with the slices of a rank and the attributes of the whole, so they have to take the number of
-heads from the shapes: `view(..., -1, head_dim)`. We leave the attributes alone as well; and where the forward
-of a module whose heads are cut reads a count of them all the same, the plan is refused, since what comes of
-that may be of the right shape and wrong: such a class needs a rule, with `counts`.
+[Note: counts of heads under a plan]
+A plan contains layers, and no attributes that count heads or features. transformers runs such forwards with
+the slices of a rank and the attributes of the whole, so they have to take the number of heads from the
+shapes: `view(..., -1, head_dim)`. We do not change the attributes either. If the forward of a module with cut
+heads still reads a count of them, the plan is refused, since the result could have the right shape and wrong
+values: such a class needs a rule, with `counts`.
 """
 
 import inspect
@@ -33,7 +33,7 @@ LINEAR_STYLES: Mapping[str, str] = {
     "rowwise_split_input": "splits",
     "rowwise_rep": "splits",
 }
-"""The styles of linear layers, and the field of a `Rule` that says the same."""
+"""The styles of linear layers, and the equivalent field of a `Rule`."""
 
 STYLES: Mapping[str, str] = {
     **LINEAR_STYLES,
@@ -41,7 +41,7 @@ STYLES: Mapping[str, str] = {
     "replicated_with_grad_allreduce": "head_norms",
     "replicate": "",
 }
-"""All styles that are translated; one that names no field asks for nothing."""
+"""All styles that are translated; an empty field has no effect."""
 
 _COUNTS = frozenset(
     ("num_heads", "num_attention_heads", "n_heads", "n_head", "num_key_value_heads", "num_kv_heads")
@@ -75,7 +75,7 @@ def planned_head(model: nn.Module) -> str | None:
 
 
 def _plan_of(module: nn.Module) -> Mapping[str, str]:
-    # What is around a model, as peft's, may pass on its attributes: its plan has the names of the model.
+    # A wrapper of a model, such as peft's, may forward attributes: the plan has the names of the inner model.
     has_own = hasattr(type(module), "tp_plan") or "tp_plan" in vars(module)
     plan = getattr(module, "tp_plan", None) if has_own else None
     return plan if isinstance(plan, Mapping) else {}
@@ -147,7 +147,7 @@ def _reason_against(layer: nn.Module | None, style: str) -> str:
 def _add_tied_embeddings(
     modules: Mapping[str, nn.Module], fields: defaultdict[str, defaultdict[str, list[str]]]
 ) -> None:
-    """Cut the embeddings whose weight is that of a head which is cut, where the plan leaves them out."""
+    """Cut the embeddings that share the weight of a cut head, if the plan lacks them."""
     heads = [
         modules[f"{owner}.{child}" if owner else child]
         for owner in fields
@@ -164,7 +164,7 @@ def _add_tied_embeddings(
 def _rule(owner: str, module: nn.Module, found: Mapping[str, list[str]]) -> Rule:
     is_attention = bool(found.get("columns")) and "att" in owner.rpartition(".")[2]
     config = getattr(module, "config", None)
-    # Where layers differ, the config of the model raises for what they differ in; the features are checked.
+    # If layers differ, the config of the model raises for the differing counts; the features are checked.
     varying = getattr(config, "per_layer_attributes", None) or ()
     names = ("num_attention_heads", "num_key_value_heads") if is_attention else ()
     counts = [name for name in names if name not in varying]
@@ -177,6 +177,6 @@ def _rule(owner: str, module: nn.Module, found: Mapping[str, list[str]]) -> Rule
 
 
 def _counts_read(module: nn.Module) -> list[str]:
-    """Return the counts of heads that the forward of a module reads. See [Note: what a plan does not say]."""
+    """Return the counts of heads in the forward of a module. See [Note: counts of heads under a plan]."""
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
     return sorted(_COUNTS.intersection(code.co_names)) if code is not None else []

@@ -1,9 +1,10 @@
 """Sharding policies of families of transformers whose plans leave out parameters inside a cut region.
 
-Their plans name the linear layers, and not what acts on a rank's heads or features between them: norms of
-single heads and an activation with parameters, whose gradients are summed, and what has an entry for each
-head. For layers of these families that have no rule the plan stays. gpt-oss has no plan, and a sink for each
-head. The plan of Phi3 gathers gate and up, which are cut by halves here; for its attention the plan stays.
+Their plans contain the linear layers, but not the parameters on a rank's heads or features between them:
+norms of single heads and activations with parameters, whose gradients are summed, and parameters with an
+entry for each head. For layers of these families without a rule the plan is used. gpt-oss has no plan, and a
+sink for each head. The plan of Phi3 gathers gate and up, which are cut by halves here; for its attention the
+plan is used.
 """
 
 from dataclasses import replace
@@ -54,7 +55,7 @@ LEFT_OUT: Policy = {
     f"{_MODELS}.doge.modeling_doge.DogeAttention": replace(
         _WITH_NORMS, inner_rows=("dt_proj",), head_params=("A",)
     ),
-    # Its forward takes views of what the router returns, so the router stays whole.
+    # Its forward takes views of the router's output, so the router stays whole.
     f"{_MODELS}.doge.modeling_doge.DogeCDMoE": Rule(
         columns=("gate_proj", "up_proj"),
         rows=("down_proj",),

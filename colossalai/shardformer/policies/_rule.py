@@ -1,10 +1,10 @@
 """Sharding rule of a class of modules, or of one module by name: which of its layers are cut, and how.
 
-In 1D tensor parallelism (1909.08053) a block is shared out between a column layer, whose output features are
-cut, and a row layer, whose input features are. Between them each rank works on its features alone: its heads
-of an attention, its part of a wide hidden layer. So all that has to be known of a class is the names of such
-layers, and what else in it counts features or heads. A *policy* is the rules of a family of models, by the
-full names of its classes.
+In 1D tensor parallelism (1909.08053) a block is shared between a column layer, whose output features are cut,
+and a row layer, whose input features are. Between them each rank computes its own features: its heads of an
+attention, its part of a wide hidden layer. So a class is described by the names of such layers, and of its
+attributes that count features or heads. A *policy* is the rules of a family of models, by the full names of
+its classes.
 """
 
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """How the modules of a class, or those of a name, are shared out.
+    """The cuts of the modules of a class, or of the modules with a name.
 
-    Where linear layers are named there may be convolutions of one group, too: their features are channels.
+    Fields of linear layers can contain convolutions of one group, too: their features are channels.
 
     Attributes:
         columns: Names of linear layers whose output features are cut.
@@ -25,8 +25,8 @@ class Rule:
             part: a bias for each head of an attention.
         inner_rows: Names of row layers between the column and the row layers, with one output for each head:
             outputs are summed, and a rank goes on with those of its heads.
-        heads: Names of linear layers whose output features are cut, but which return all of them: from
-            features to the vocabulary, or to what an attention needs the whole of. Any number is padded.
+        heads: Names of linear layers whose output features are cut and gathered: from features to the
+            vocabulary, or to inputs that an attention needs in full. Any number is padded.
         splits: Names of row layers that are given all input features, of which each rank takes its part.
         channel_norms: Names of batch norms, or group norms, between a column and a row layer: a rank has
             those of its channels, with their running statistics.
@@ -45,15 +45,15 @@ class Rule:
             ones or behind the others, on whole activations; "*" for all that no other field names. Any
             other parameter of such a module has to be covered by a field, or by a rule of its own module.
         counts: Names of attributes that count heads or features, and of which a rank has its part.
-        part: Name of the attribute that says how many output features of a column layer belong together,
-            where it yields several things one behind the other: query, key and value. None: all do.
+        part: Name of the attribute with the number of output features in each part of a column layer, if it
+            has several parts in sequence: query, key and value. None: all features form one part.
         divisible: Names of attributes of `config` that the ranks must divide.
         unset: Names of attributes that have to be false: with them the forward multiplies with the weights of
             its layers by itself.
         draws: Whether random numbers are drawn between the column and the row layers: each rank draws others.
         whole_dropouts: Names of dropouts inside of such a module behind the row layer: all draw the same.
-        attentions: Whether its output has the attention weights (batch, heads, ...) of its heads; they
-            are gathered where the caller asks for them (`output_attentions`).
+        attentions: Whether its output has the attention weights (batch, heads, ...) of its heads; they are
+            gathered if the caller requests them (`output_attentions`).
         attentions_at: The place of the weights in the output.
         loss_head: Name of the linear layer whose outputs go to `self.loss_function(logits, labels, ...)` and
             nowhere else in the forward, as they are: `fused_loss` computes both together. None for none.
