@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class BaseHook:
     """Something to do at certain moments of a training; override the methods of the moments that matter.
 
-    Every rank has the same hooks. A hook may limit its output to some ranks, but not what it asks the
-    others for: `trainer.metrics["train"].step_values()`, for one, is a collective.
+    Every rank has the same hooks. A hook may limit its output to some ranks, but not its collectives, such as
+    `trainer.metrics["train"].step_values()`.
 
     Args:
         priority: Hooks with a lower value run earlier; those of the same one in the order they were given.
@@ -73,17 +73,17 @@ class BaseHook:
         """Run when a test iteration is complete; the arguments are those of `after_train_iter`."""
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
-        """Run when an exception, Ctrl-C among them, ends a training or a test; it is raised on afterwards.
+        """Run when an exception, including Ctrl-C, ends a training or a test; it is re-raised afterwards.
 
-        No collectives here: the other ranks may be elsewhere.
+        Do not issue collectives here: the other ranks may be at another point of the program.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the hook needs to go on after a restart, as plain values; training states hold it."""
+        """Return the state that the hook needs after a restart, as plain values, for training states."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned; called where that was not empty."""
+        """Restore the result of `state_dict`; called unless that was empty."""
 
     def init_runner_states(self, trainer: "Trainer", key: str, val: Any) -> None:
         """Put `val` under `key` into `trainer.states` unless there is something already."""
@@ -102,12 +102,12 @@ def check_interval(interval: int, *, name: str = "interval") -> int:
 
 
 def hook_states(hooks: Sequence[BaseHook]) -> dict[str, Any]:
-    """Return the states of hooks by name: that of the class, with a number if it has several hooks."""
+    """Return the states of hooks by class name, with a number appended for further hooks of a class."""
     return {name: state for name, hook in _named(hooks) if (state := hook.state_dict())}
 
 
 def load_hook_states(hooks: Sequence[BaseHook], states: Mapping[str, Any]) -> None:
-    """Give hooks what `hook_states` returned; a hook that was not there then starts anew."""
+    """Restore the states of `hook_states`; a hook without a state starts anew."""
     for name, hook in _named(hooks):
         if name in states:
             hook.load_state_dict(states[name])

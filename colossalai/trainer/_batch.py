@@ -1,4 +1,4 @@
-"""How many samples a batch holds, whatever it is made of."""
+"""Number of samples in a batch of any structure."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any

@@ -1,6 +1,6 @@
-"""Loggers of metrics: files that anybody can read, and the services that people watch runs in.
+"""Loggers of metrics: files in common formats, and services for monitoring runs.
 
-A logger takes figures as they come and knows nothing of the training; `hooks.LoggerHook` hands them over, on
+A logger receives figures during the training and does not depend on it; `hooks.LoggerHook` passes them on, on
 rank 0 only.
 
     trainer.fit(loader, epochs=3, hooks=[LossHook(), LoggerHook(JsonLinesLogger("runs/metrics.jsonl"))])
@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
-_MAX_PARAM = 500  # characters of a value that every MLflow server takes
+_MAX_PARAM = 500  # characters of a value that every MLflow server accepts
 
 
 class MetricLogger(ABC):
@@ -44,7 +44,7 @@ class MetricLogger(ABC):
         """
 
     def flush(self) -> None:  # noqa: B027 - most write at once
-        """Write what is buffered."""
+        """Write buffered figures."""
 
     def close(self, *, failed: bool = False) -> None:  # noqa: B027 - most have nothing to close
         """End; `start` may come again.
@@ -57,8 +57,8 @@ class MetricLogger(ABC):
 class JsonLinesLogger(MetricLogger):
     """Writes one JSON object in a line: group, step, epoch, time (Unix seconds), then the figures.
 
-    What is in the file stays, new lines come behind. A run that goes on from a checkpoint repeats the steps
-    since then: of two lines with the same group and step the later one counts. inf and nan become null.
+    New lines are appended to an existing file. A run that resumes from a checkpoint repeats the steps since
+    then: of two lines with the same group and step the later one counts. inf and nan become null.
 
     Args:
         path: The file; its folder is made if it does not exist.
@@ -77,7 +77,7 @@ class JsonLinesLogger(MetricLogger):
             self._file.write("\n")
 
     def log(self, group: str, values: Mapping[str, float], *, step: int, epoch: int) -> None:
-        """Write a line; whoever follows the file sees it at once."""
+        """Write a line and flush it."""
         assert self._file is not None, "start comes first"
         figures = {name: value if math.isfinite(value) else None for name, value in values.items()}
         row = {"group": group, "step": step, "epoch": epoch, "time": round(time.time(), 3), **figures}
@@ -94,11 +94,11 @@ class JsonLinesLogger(MetricLogger):
 class CSVLogger(MetricLogger):
     """Writes a table for each group: train.csv, train_epoch.csv, test_epoch.csv.
 
-    Its columns are step, epoch and the figures; one that comes later is a new column at the end. What is in
-    the tables stays, new rows come behind; see `JsonLinesLogger`.
+    Its columns are step, epoch and the figures; a new figure adds a column at the end. New rows are appended
+    to existing tables; see `JsonLinesLogger`.
 
     Args:
-        folder: Where the tables are; made if it does not exist.
+        folder: Folder of the tables; made if it does not exist.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -210,7 +210,7 @@ class MLflowLogger(MetricLogger):
 
     Args:
         experiment: Name of the experiment; MLflow's default one if not given.
-        tracking_uri: Where MLflow keeps runs; as it is configured if not given.
+        tracking_uri: Address of the MLflow store; the configured one if not given.
         options: The arguments of `mlflow.start_run`: run_name, run_id, tags, ...
 
     Raises:
@@ -231,14 +231,14 @@ class MLflowLogger(MetricLogger):
         self._is_open = False
 
     def start(self, settings: Mapping[str, Any]) -> None:
-        """Begin a run, or go on with the one that `run_id` names."""
+        """Begin a run, or continue the run of `run_id`."""
         if self.tracking_uri is not None:
             self._mlflow.set_tracking_uri(self.tracking_uri)
         if self.experiment is not None:
             self._mlflow.set_experiment(self.experiment)
         self._mlflow.start_run(**self.options)
         self._is_open = True
-        if "run_id" not in self.options:  # one that goes on has its parameters, which cannot be changed
+        if "run_id" not in self.options:  # a continued run has its parameters, which cannot be changed
             self._mlflow.log_params({name: str(value)[:_MAX_PARAM] for name, value in _flat(settings)})
 
     def log(self, group: str, values: Mapping[str, float], *, step: int, epoch: int) -> None:
@@ -281,7 +281,7 @@ def _header_of(path: Path) -> list[str]:
 
 
 def _widen(path: Path, columns: list[str]) -> None:
-    """Write a table anew with more columns; it takes the place of the old one when it is complete."""
+    """Rewrite a table with more columns; it replaces the old one when it is complete."""
     rows: list[list[str]] = []
     if path.exists():
         with path.open(encoding="utf-8", newline="") as file:

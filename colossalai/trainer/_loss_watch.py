@@ -1,4 +1,4 @@
-"""What watches the training loss for NaN and infinity, which outside of float16 nothing else looks for."""
+"""Check of the training loss for NaN and infinity, which only float16 training checks otherwise."""
 
 import math
 from typing import Any
@@ -17,10 +17,10 @@ class NanLossError(RuntimeError):
 
 
 class LossWatch:
-    """Looks at the loss of every training iteration, and warns of the first that is not finite, or stops.
+    """Checks the loss of every training iteration, and warns of the first that is not finite, or stops.
 
-    To warn, each rank looks at its own loss; on an accelerator one iteration late, so that nothing waits for
-    the one that runs. To stop, all ranks look together: an all-reduce of one number in each iteration.
+    For a warning, each rank checks its own loss; on an accelerator one iteration late, so that nothing waits
+    for the current one. To stop, all ranks check together: an all-reduce of one number in each iteration.
 
     Args:
         action: "warn", "stop" or "ignore".
@@ -37,11 +37,11 @@ class LossWatch:
         self._action = action
         self._engine = engine
         self._logger = logger
-        self._waiting: tuple[torch.Tensor, int] | None = None  # a loss that has not been looked at, its step
+        self._waiting: tuple[torch.Tensor, int] | None = None  # a loss that is not checked yet, and its step
         self._has_warned = False
 
     def see(self, loss: torch.Tensor | None, step: int) -> None:
-        """Take the loss of an iteration; every rank calls it.
+        """Take the loss of an iteration; every rank has to call it.
 
         Args:
             loss: The loss, None on a rank that has none.
@@ -59,7 +59,7 @@ class LossWatch:
                 self.look()
 
     def look(self) -> None:
-        """Look at what has been seen, and not been looked at."""
+        """Check the pending loss, if there is one."""
         if self._waiting is None:
             return
         (loss, step), self._waiting = self._waiting, None
@@ -76,6 +76,7 @@ class LossWatch:
         rank = torch.full((), mesh.world_size, device=device)
         if loss is not None:
             rank = torch.where(loss.isfinite(), rank, mesh.rank)
+        # All ranks of the job join, with their number if the loss is not finite; `item` waits for the result.
         first = int(all_reduce_in_place(rank, mesh.axis(tuple(mesh.axes)), dist.ReduceOp.MIN).item())
         if first < mesh.world_size:
             raise NanLossError(_message("NaN or infinite", step, first))

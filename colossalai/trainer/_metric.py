@@ -3,11 +3,11 @@
 [Note: ratios of sums] Every metric is a ratio of two sums, over batches and over data-parallel ranks: the
 loss is sum(loss * weight) / sum(weight), with the number of samples where the criterion gives no other
 weight, the accuracy sum(correct) / sum(predictions). So a short last batch, or a rank with fewer samples or
-labels, has its right weight, and the figure is the one that a single process would compute.
+labels, has its right weight, and the figure equals that of a single process.
 
-[Note: one reduction] All metrics of a step or of an epoch travel in one all-reduce of one small vector. It
-is issued by every rank: at the end of an epoch by the Trainer, for a step by the first hook that asks, and
-hooks are the same on every rank. What is asked again comes from memory.
+[Note: one reduction] All metrics of a step or of an epoch are reduced by one all-reduce of one small vector.
+Every rank issues it: at the end of an epoch the Trainer, for a step the first hook that reads the values, and
+hooks are the same on every rank. Later reads use the stored result.
 """
 
 import torch
@@ -22,7 +22,7 @@ class MetricTable:
 
     Args:
         replicas: The ranks that the sums run over.
-        device: Where the sums are kept, so that adding does not wait for the device.
+        device: Device of the sums, so that adding does not wait for the device.
     """
 
     def __init__(self, replicas: Axis, device: torch.device) -> None:
@@ -60,7 +60,7 @@ class MetricTable:
         The first call of a step is a collective: all data-parallel ranks must make it.
 
         Returns:
-            The metrics by name; one that no rank added anything to is left out.
+            The metrics by name, without those that no rank added a value to.
         """
         if self._step_values is None:
             self._step_values = self._reduce(self._step)
@@ -84,6 +84,7 @@ class MetricTable:
         # See [Note: one reduction].
         vector = sums.as_vector()  # (2 * metrics,): the numerators, then the denominators
         if self._replicas.size > 1 and len(vector) > 0:
+            # All data-parallel ranks join with their own sums; `tolist` below waits for the result.
             dist.all_reduce(vector, group=self._replicas.group)
         numerators, denominators = vector.view(2, -1).tolist()
         rows = zip(sums.names, numerators, denominators, strict=True)

@@ -1,4 +1,4 @@
-"""How far an epoch is: a bar on a terminal, a line now and then in a log file."""
+"""Progress of an epoch: a bar on a terminal, an occasional line in a log file."""
 
 import sys
 import time
@@ -21,13 +21,13 @@ def show_progress(
     An exception ends the display as well, Ctrl-C included, so that the terminal has its cursor back.
 
     Args:
-        description: What is going on.
+        description: Description of the loop.
         total: Number of steps, None if it is not known.
         logger: Writes the lines where stderr is not a terminal.
         shown: Whether to show anything on this rank.
 
     Yields:
-        A function to call after each step, with the text to show beside the count.
+        A function to call after each step, with the text to show next to the count.
     """
     if not shown:
         yield lambda text: None
@@ -85,7 +85,7 @@ def _lines(description: str, total: int | None, logger: DistributedLogger) -> It
 
 
 class _Pace:
-    """Says yes at most once in so many seconds."""
+    """Returns True at most once per interval."""
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s

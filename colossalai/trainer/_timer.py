@@ -21,13 +21,13 @@ class Timer:
 
     @property
     def current_time(self) -> float:
-        """The time of the clock, once the accelerator has done what it was given so far."""
+        """The time of the clock, after all queued work of the accelerator."""
         if torch.accelerator.is_available():
             torch.accelerator.synchronize()
         return time.perf_counter()
 
     def start(self) -> None:
-        """Start a measurement; one that is running is forgotten."""
+        """Start a measurement; a running measurement is discarded."""
         self._start = self.current_time
 
     def stop(self, keep_in_history: bool = False) -> float:
@@ -127,7 +127,7 @@ class MultiTimer:
         return self._timers[name]
 
     def reset(self, name: str | None = None) -> None:
-        """Reset the stopwatch `name`, all of them without a name; one that was never started needs none."""
+        """Reset the stopwatch `name`, or all of them without a name; unknown names are ignored."""
         for known, timer in self._timers.items():
             if name in (None, known):
                 timer.reset()

@@ -61,7 +61,7 @@ class Tracker:
             values: The figures by name: numbers, or tensors with one element.
             step: Number of complete optimizer steps.
             epoch: Number of complete epochs. Default: 0, in groups over the steps.
-            group: The table or prefix. One that ends with "_epoch" is drawn over epochs and needs `epoch`;
+            group: The table or prefix. Groups that end with "_epoch" are drawn over epochs and need `epoch`;
                 all others are drawn over steps.
 
         Raises:
@@ -82,7 +82,7 @@ class Tracker:
                 logger.log(group, figures, step=int(step), epoch=int(epoch or 0))
 
     def flush(self) -> None:
-        """Write what the loggers buffer."""
+        """Write the buffers of the loggers."""
         for logger in self.loggers:
             logger.flush()
 
@@ -123,7 +123,7 @@ def tracker(*loggers: MetricLogger, settings: Mapping[str, Any] | None = None) -
 
     Args:
         loggers: The loggers, such as `colossalai.trainer.JsonLinesLogger("metrics.jsonl")`.
-        settings: How the run is set up, as plain values; Weights & Biases and MLflow keep them.
+        settings: Setup of the run, as plain values; Weights & Biases and MLflow store them.
 
     Raises:
         ValueError: `loggers` is empty, repeats a logger or contains another type than `MetricLogger`; or
@@ -145,7 +145,7 @@ def tracker(*loggers: MetricLogger, settings: Mapping[str, Any] | None = None) -
 
 
 def _global_rank() -> int:
-    """Return the rank in the job, or that which a launcher has given to a job that is not launched yet."""
+    """Return the rank in the job, or the rank set by a launcher before the job is launched."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_rank()
     return int(os.environ.get("RANK", "0"))

@@ -1,7 +1,7 @@
 """The Trainer: the training loop over an Engine, with hooks at every turn.
 
 A training iteration is zero_grad, execute_schedule, step; everything else (metrics, schedules, checkpoints,
-logs) is a hook. The loop asks nothing of a hook and knows none by name.
+logs) is a hook. The loop does not depend on any particular hook.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -34,22 +34,21 @@ class Trainer:
     """Trains, tests and runs the model of an engine.
 
     Args:
-        engine: What `colossalai.initialize` returned.
-        schedule: How a batch is run; the engine's own if not given.
+        engine: The engine that `colossalai.initialize` returned.
+        schedule: Schedule of a batch; the engine's own if not given.
         timer: Measures "Train-step", "Train-epoch", "Test-step" and "Test-epoch", the steps anew in every
             epoch. Measuring waits for the accelerator after every step; without a timer nothing waits.
-        logger: Writes the progress where there is no terminal.
-        nan_loss: What happens where the loss of a training iteration is NaN or infinite: "warn" of the first
-            one, with step and rank; "stop" with a `NanLossError` on all ranks; or "ignore".
+        logger: Writes the progress if there is no terminal.
+        nan_loss: Reaction to a NaN or infinite loss of a training iteration: "warn" of the first one, with
+            step and rank; "stop" with a `NanLossError` on all ranks; or "ignore".
 
     Raises:
         ValueError: `engine`, `schedule` or `timer` is of another type, or `nan_loss` is unknown.
 
     Attributes:
         engine: The engine.
-        timer: The timer, one that is off if none was given.
-        states: Whatever hooks want to leave for others: "lr" and "step_metrics" (the text beside the
-            progress bar).
+        timer: The timer, switched off if none was given.
+        states: Values that hooks share: "lr" and "step_metrics" (the text next to the progress bar).
         metrics: The metrics of "train" and of "test", filled by hooks.
         hooks: The attached hooks in the order in which they run: by priority, those of the same one as given.
         cur_epoch: Number of complete training epochs. Set it (and `cur_step`) to go on with an earlier run.
@@ -60,9 +59,9 @@ class Trainer:
         batch_samples: Number of samples in the batch of this rank that is being run.
         train_dataloader: The training loader of the last `fit`, None before it.
         test_dataloader: Its test loader, None without one.
-        stop_reason: Why the training ends before its last epoch, if a hook has asked for that.
-        loss_weight: What the loss of this rank's last batch is the mean over: the count of a criterion that
-            returns (sum, count), else the number of samples.
+        stop_reason: Reason to end the training before its last epoch, if a hook has requested it.
+        loss_weight: Weight of the mean loss of this rank's last batch: the count of a criterion that returns
+            (sum, count), otherwise the number of samples.
         optimizer_stepped: Whether the last iteration updated the parameters: not so within a window of
             gradient accumulation and after an overflow.
     """
@@ -127,8 +126,8 @@ class Trainer:
         Args:
             train_dataloader: Batches of an epoch; read anew for every epoch.
             epochs: Number of epochs.
-            max_steps: Number of iterations, if that is less. It ends an epoch early; what gradient
-                accumulation has gathered since the last update is then lost.
+            max_steps: Number of iterations, if that is less. It ends an epoch early; gradients accumulated
+                since the last update are then lost.
             test_dataloader: Batches to test on.
             test_interval: Number of epochs from one test to the next.
             hooks: The hooks, the same on every rank; those of an earlier call if not given.
@@ -199,10 +198,10 @@ class Trainer:
         return self.metrics["test"].epoch_values
 
     def request_stop(self, reason: str) -> None:
-        """End `fit` after the present epoch and its test, on all ranks; one rank that asks is enough.
+        """End `fit` after the present epoch and its test, on all ranks; a request of one rank is enough.
 
         Args:
-            reason: Why, for the log and for `stop_reason`.
+            reason: The reason, for the log and for `stop_reason`.
         """
         self.stop_reason = reason
 
@@ -336,10 +335,11 @@ class Trainer:
             raise
 
     def _agree_to_stop(self) -> bool:
-        """Hear before every epoch whether a rank asks for the end; one all-reduce of one number."""
+        """Return whether a rank requests the end, before every epoch; one all-reduce of one number."""
         mesh = self.engine.mesh
         asks = self.stop_reason is not None
         if mesh.world_size > 1:
+            # All ranks of the job join with 0 or 1; the maximum is 1 if any rank requests the end.
             asking = torch.tensor(int(asks), device=self.engine.device)
             asks = bool(all_reduce_in_place(asking, mesh.axis(tuple(mesh.axes)), dist.ReduceOp.MAX))
         if asks and self.stop_reason is None:

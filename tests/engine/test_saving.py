@@ -142,7 +142,7 @@ def test_the_hook_saves_what_the_trainer_needs_to_go_on(
 
 @pytest.mark.unit
 def test_options_of_the_hook() -> None:
-    with pytest.raises(ValueError, match="say how many to keep with keep_last"):
+    with pytest.raises(ValueError, match="give the number to keep in keep_last"):
         SaveCheckpointHook(save_async=True)
     with pytest.raises(ValueError, match="give a folder"):
         SaveCheckpointHook(checkpoint_dir="last.pt", keep_last=1)

@@ -98,7 +98,7 @@ def test_loggers_are_closed_when_a_training_fails(error: BaseException) -> None:
 
 
 def test_what_is_no_logger_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"JsonLinesLogger'> is no logger; give objects"):
+    with pytest.raises(ValueError, match=r"JsonLinesLogger'> is not a MetricLogger; give objects"):
         LoggerHook(JsonLinesLogger)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="LoggerHook has no logger"):
         LoggerHook()

@@ -35,8 +35,8 @@ class SaveCheckpointHook(BaseHook):
             `step_<number>.pt`. "checkpoints" if not given.
         model: The model to save, the engine's if not given.
         save_by_iter: Count steps instead of epochs.
-        priority: Hooks with a lower value run earlier; the one that steps the schedule must.
-        keep_last: Save training states in the folder `checkpoint_dir`, and keep so many.
+        priority: Hooks with a lower value run earlier, which the `LRSchedulerHook` has to.
+        keep_last: Number of training states to keep in the folder `checkpoint_dir`.
         save_async: Write them in the background.
 
     Raises:
@@ -64,7 +64,7 @@ class SaveCheckpointHook(BaseHook):
         self.save_async = save_async
         self._is_due = False  # since the last batch of an epoch, which ends first
         if keep_last is None and save_async:
-            raise ValueError("save_async=True is for training states: say how many to keep with keep_last")
+            raise ValueError("save_async=True is for training states: give the number to keep in keep_last")
         if keep_last is not None and (model is not None or self.path.suffix):
             raise ValueError(
                 "keep_last saves training states of the engine's model: leave model out, and give a folder"
@@ -80,7 +80,7 @@ class SaveCheckpointHook(BaseHook):
             self._save(trainer, f"step_{trainer.cur_step}.pt")
 
     def after_train(self, trainer: "Trainer") -> None:
-        """Wait for what is saved in the background."""
+        """Wait for saves in the background."""
         wait_for_saves()
 
     def after_train_epoch(self, trainer: "Trainer") -> None:

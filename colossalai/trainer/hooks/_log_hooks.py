@@ -19,7 +19,7 @@ MIB = 2**20
 
 @HOOKS.register_module
 class LogMetricByStepHook(BaseHook):
-    """Shows the metrics of every step beside the progress bar, through `trainer.states["step_metrics"]`.
+    """Shows the metrics of every step next to the progress bar, through `trainer.states["step_metrics"]`.
 
     One small all-reduce per step, and the step waits for its loss.
 
@@ -45,7 +45,7 @@ class LogMetricByEpochHook(BaseHook):
     """Logs the metrics of training epochs and tests, and the learning rate that an `LRSchedulerHook` keeps.
 
     Args:
-        logger: Where to write.
+        logger: Logger of the lines.
         interval: Number of training epochs from one line to the next; every test has its line.
         priority: Hooks with a lower value run earlier; hooks that measure must.
     """
@@ -75,10 +75,9 @@ class LogMemoryByEpochHook(BaseHook):
     """Logs the memory of rank 0 before training, after training epochs and after tests.
 
     Args:
-        logger: Where to write.
+        logger: Logger of the lines.
         interval: Number of training epochs from one line to the next.
-        report_cpu: Whether to log the memory of the process too; where there is no accelerator it is what
-            is logged.
+        report_cpu: Whether to log the memory of the process too; without an accelerator it is always logged.
         priority: Hooks with a lower value run earlier.
     """
 
@@ -92,16 +91,16 @@ class LogMemoryByEpochHook(BaseHook):
         self.report_cpu = report_cpu
 
     def before_train(self, trainer: "Trainer") -> None:
-        """Log what model and optimizer take."""
+        """Log the memory of model and optimizer."""
         self._log("before training")
 
     def after_train_epoch(self, trainer: "Trainer") -> None:
-        """Log what the training epoch took."""
+        """Log the memory of the training epoch."""
         if trainer.cur_epoch % self.interval == 0:
             self._log(f"after epoch {trainer.cur_epoch} train")
 
     def after_test(self, trainer: "Trainer") -> None:
-        """Log what the test took."""
+        """Log the memory of the test."""
         if trainer.cur_epoch % self.interval == 0:
             self._log(f"after epoch {trainer.cur_epoch} test")
 
@@ -115,11 +114,11 @@ class LogMemoryByEpochHook(BaseHook):
 
 @HOOKS.register_module
 class LogTimingByEpochHook(BaseHook):
-    """Logs how long epochs and steps took.
+    """Logs the durations of epochs and steps.
 
     Args:
-        timer: The timer that the Trainer was given.
-        logger: Where to write.
+        timer: The timer of the Trainer.
+        logger: Logger of the lines.
         interval: Number of training epochs from one line to the next.
         log_eval: Whether to log tests too.
         priority: Hooks with a lower value run earlier.

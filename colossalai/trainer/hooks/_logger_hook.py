@@ -1,4 +1,4 @@
-"""The hooks that hand metrics to loggers."""
+"""The hooks that pass metrics to loggers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @HOOKS.register_module
 class LoggerHook(BaseHook):
-    """Hands metrics and learning rate to loggers, on global rank 0.
+    """Passes metrics and learning rate to loggers, on global rank 0.
 
     After training steps as the group "train", after every epoch and test as "train_epoch" and "test_epoch".
     The values are those of all data-parallel ranks together. One small all-reduce for each step that is
@@ -25,11 +25,11 @@ class LoggerHook(BaseHook):
 
     Args:
         loggers: The loggers, e.g. `JsonLinesLogger("metrics.jsonl")`.
-        interval: Number of training steps from one that is logged to the next.
+        interval: Number of training steps from one log entry to the next.
         priority: Hooks with a lower value run earlier; hooks that measure must.
 
     Raises:
-        ValueError: A logger is no `MetricLogger`, or `loggers` is empty.
+        ValueError: A logger is not a `MetricLogger`, or `loggers` is empty.
     """
 
     @names_arguments
@@ -38,7 +38,7 @@ class LoggerHook(BaseHook):
         for logger in loggers:
             if not isinstance(logger, MetricLogger):
                 raise ValueError(
-                    f"{logger!r} is no logger; give objects such as JsonLinesLogger('metrics.jsonl')"
+                    f"{logger!r} is not a MetricLogger; give objects such as JsonLinesLogger('metrics.jsonl')"
                 )
         if not loggers:
             raise ValueError("LoggerHook has no logger; give one, such as JsonLinesLogger('metrics.jsonl')")
@@ -71,22 +71,22 @@ class LoggerHook(BaseHook):
             self._close()
 
     def on_exception(self, trainer: "Trainer", error: BaseException) -> None:
-        """Close the loggers, which may tell others that the run has failed."""
+        """Close the loggers as failed; services show that."""
         self._is_in_training = False
         self._close(failed=True)
 
     def after_train_iter(self, trainer: "Trainer", output: Any, label: Any, loss: Tensor | None) -> None:
-        """Hand over the metrics of the step."""
+        """Pass on the metrics of the step."""
         if trainer.cur_step % self.interval == 0:
-            # Before any question of who writes: a collective.
+            # Collective: reduce on all ranks, before only some of them write.
             self._log(trainer, "train", trainer.metrics["train"].step_values())
 
     def after_train_epoch(self, trainer: "Trainer") -> None:
-        """Hand over the metrics of the epoch."""
+        """Pass on the metrics of the epoch."""
         self._log(trainer, "train_epoch", trainer.metrics["train"].epoch_values)
 
     def after_test_epoch(self, trainer: "Trainer") -> None:
-        """Hand over the metrics of the test."""
+        """Pass on the metrics of the test."""
         self._log(trainer, "test_epoch", trainer.metrics["test"].epoch_values)
 
     def _start(self, trainer: "Trainer") -> None:
@@ -120,7 +120,7 @@ class TensorboardHook(LoggerHook):
         log_dir: The folder for the events; made if it does not exist.
         ranks: The ranks that write, rank 0 if not given. If more than one rank may, each has its own folder
             `rank_<global rank>` in `log_dir`.
-        parallel_mode: What `ranks` are ranks in: GLOBAL, or for instance DATA for one writer per
+        parallel_mode: Mode in which `ranks` are counted: GLOBAL, or for instance DATA for one writer per
             model-parallel part.
         priority: Hooks with a lower value run earlier; hooks that measure must.
 

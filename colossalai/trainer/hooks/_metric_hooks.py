@@ -1,4 +1,4 @@
-"""Hooks that measure. They add to the trainer's metrics, and leave reducing and showing to others."""
+"""Hooks that measure. They add to the trainer's metrics; other hooks and the Trainer reduce and show them."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
@@ -43,14 +43,14 @@ class MetricHook(BaseHook, ABC):
 
     @abstractmethod
     def measure(self, trainer: "Trainer", table: MetricTable, results: Results) -> None:
-        """Add what an iteration gave (output, label, loss) to the table."""
+        """Add the results of an iteration (output, label, loss) to the table."""
 
 
 @HOOKS.register_module
 class LossHook(MetricHook):
     """Measures the loss, as "Loss": the mean over all samples of the epoch and over the data-parallel ranks.
 
-    Where the criterion returns pairs (sum, count), it is the mean over all that they count.
+    If the criterion returns pairs (sum, count), it is the mean over all counts.
 
     Args:
         priority: Hooks with a lower value run earlier.
@@ -124,7 +124,7 @@ class AccuracyHook(MetricHook):
 class ThroughputHook(MetricHook):
     """Measures "Throughput", samples per second of all data-parallel ranks together, and the work done.
 
-    The time is that of an iteration without loading the batch, and waits for the accelerator.
+    It times an iteration without loading the batch, and waits for the accelerator.
 
     Args:
         ignored_steps: Number of the first training steps that are left out: they warm up caches and

@@ -1,4 +1,4 @@
-"""The hook that records what a step does, with torch's profiler."""
+"""The hook that profiles training steps, with torch's profiler."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,17 +21,17 @@ if TYPE_CHECKING:
 class ProfilerHook(BaseHook):
     """Writes a trace of some training steps for each rank, to be opened in Perfetto or chrome://tracing.
 
-    The file is `rank_<global rank>_step_<number of the last step>.pt.trace.json`. The first steps are left
-    out, in which memory is taken and kernels are chosen; the trace begins after `skip + warmup` steps.
+    The file is `rank_<global rank>_step_<number of the last step>.pt.trace.json`. The first steps, which
+    allocate memory and select kernels, are left out; the trace begins after `skip + warmup` steps.
 
     Args:
-        folder: Where the traces are written; made if it does not exist.
+        folder: Folder of the traces; made if it does not exist.
         skip: Number of training steps before the profiler is started.
-        warmup: Number of steps in which it runs and its figures, which are slow at first, are thrown away.
+        warmup: Number of profiled steps whose figures, which are slow at first, are discarded.
         steps: Number of steps in the trace.
         ranks: The global ranks that record; all of them if not given.
         record_shapes: Record the shapes of the tensors.
-        profile_memory: Record what is allocated and freed.
+        profile_memory: Record allocations and frees.
         with_stack: Record the Python lines; that makes the steps slower.
         priority: Hooks with a lower value run earlier.
 
@@ -72,7 +72,7 @@ class ProfilerHook(BaseHook):
         self._num_steps = 0
 
     def before_train(self, trainer: "Trainer") -> None:
-        """Make the profiler, which does nothing until it is time."""
+        """Make the profiler, which is idle until the first profiled step."""
         rank = trainer.engine.mesh.rank
         if self._is_done or (self.ranks is not None and rank not in self.ranks):
             return
@@ -90,7 +90,7 @@ class ProfilerHook(BaseHook):
         self._profiler.start()
 
     def after_train_iter(self, trainer: "Trainer", output: Any, label: Any, loss: Tensor | None) -> None:
-        """Tell the profiler that a step is complete."""
+        """Advance the profiler by a step."""
         if self._profiler is None:
             return
         self._num_steps += 1
@@ -103,7 +103,7 @@ class ProfilerHook(BaseHook):
             )
 
     def after_train(self, trainer: "Trainer") -> None:
-        """End a trace that is shorter than it should be; say so if there is none."""
+        """End a trace that is shorter than planned; log it if there is none."""
         if self._profiler is None:
             return
         self._stop()

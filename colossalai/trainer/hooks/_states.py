@@ -1,7 +1,7 @@
-"""Training states of a Trainer: what its hooks save, and `fit(resume=...)` goes on from.
+"""Training states of a Trainer: the state of its engine and its hooks, for `fit(resume=...)`.
 
-Beside what an engine saves, a state holds the numbers of complete steps and epochs, and what hooks ask for by
-`state_dict`: the best figure so far, for one.
+In addition to the state of an engine, a training state has the numbers of complete steps and epochs, and the
+results of the hooks' `state_dict`, such as the best figure so far.
 """
 
 from pathlib import Path
@@ -39,11 +39,11 @@ def save_state(trainer: "Trainer", folder: Path, *, keep_last: int, save_async: 
 
 
 def resume_state(trainer: "Trainer", folder: str | Path, logger: DistributedLogger) -> None:
-    """Go on from the newest complete training state of a folder, if there is one; every rank calls it.
+    """Resume from the newest complete training state of a folder, if there is one; every rank calls it.
 
     Raises:
-        ValueError: The training states are damaged, have other names or shapes, or do not say in which epoch
-            the run goes on.
+        ValueError: The training states are damaged, have other names or shapes, or lack the epoch to resume
+            in.
     """
     resumed = trainer.engine.load(
         folder, lr_scheduler=schedule_of(trainer), dataloader=with_position(trainer.train_dataloader)

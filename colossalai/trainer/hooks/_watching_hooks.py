@@ -23,8 +23,8 @@ _MODES = {"Loss": "min", "Accuracy": "max", "Throughput": "max", "TFLOPS": "max"
 class MetricWatchHook(BaseHook, ABC):
     """Compares a metric after every epoch, or every test, with the best one so far.
 
-    What ranks do next depends on the figure, so all of them judge by that of rank 0: a figure that differs
-    between ranks, by rounding or by a mistake, cannot let them part.
+    The next action of the ranks depends on the figure, so all of them compare the one of rank 0: a figure
+    that differs between ranks, by rounding or by a mistake, cannot make them diverge.
 
     Args:
         metric: Name of the metric, as a hook measures it: "Loss", "Accuracy".
@@ -74,7 +74,7 @@ class MetricWatchHook(BaseHook, ABC):
         """Run on every rank, with the same arguments, when a figure has been compared."""
 
     def before_train(self, trainer: "Trainer") -> None:
-        """See that the metric will be there.
+        """Check that the metric will be measured.
 
         Raises:
             ValueError: No hook measures the metric, or there are no tests.
@@ -94,7 +94,7 @@ class MetricWatchHook(BaseHook, ABC):
         self._is_in_training = True
 
     def after_train(self, trainer: "Trainer") -> None:
-        """Watch no more: a test outside of a training does not count."""
+        """Stop watching: a test outside of a training does not count."""
         self._is_in_training = False
 
     def after_train_epoch(self, trainer: "Trainer") -> None:
@@ -112,7 +112,7 @@ class MetricWatchHook(BaseHook, ABC):
         return {"best_value": self.best_value, "best_epoch": self.best_epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.best_value, self.best_epoch = state["best_value"], state["best_epoch"]
 
     def _judge(self, trainer: "Trainer") -> None:
@@ -133,6 +133,7 @@ class MetricWatchHook(BaseHook, ABC):
         if mesh.world_size == 1:
             return value
         dtype = torch.float32 if trainer.engine.device.type == "mps" else torch.float64
+        # All ranks of the job join; rank 0 sends its figure, those of the others are overwritten.
         held = torch.tensor(value, dtype=dtype, device=trainer.engine.device)
         return float(broadcast(held, 0, mesh.axis(tuple(mesh.axes))))
 
@@ -141,11 +142,11 @@ class MetricWatchHook(BaseHook, ABC):
 class EarlyStoppingHook(MetricWatchHook):
     """Ends a training when a metric has got no better for some time, on all ranks after the same epoch.
 
-    A figure that is nan is no better than any other one.
+    A figure of nan never counts as an improvement.
 
     Args:
         metric: Name of the metric: "Loss", "Accuracy".
-        patience: How many figures in a row may be no better; the next one ends the training.
+        patience: Number of consecutive figures without improvement; the next one ends the training.
         phase: "test" for the figures of tests, "train" for those of training epochs.
         mode: Whether less ("min") or more ("max") is better; known of the metrics of this package's hooks.
         min_delta: By how much a figure must be better than the best one to count.
@@ -173,7 +174,7 @@ class EarlyStoppingHook(MetricWatchHook):
         self._num_worse = 0
 
     def after_judgment(self, trainer: "Trainer", value: float, *, is_better: bool) -> None:
-        """Count, and ask for the end."""
+        """Count figures without improvement, and request the end."""
         self._num_worse = 0 if is_better else self._num_worse + 1
         if self._num_worse > self.patience:
             best = "none" if self.best_value is None else f"{self.best_value:.5g} of epoch {self.best_epoch}"
@@ -199,14 +200,14 @@ class SaveBestHook(MetricWatchHook):
     Args:
         metric: Name of the metric: "Loss", "Accuracy".
         path: A name with a suffix is a file of the weights, "best.safetensors" or in torch's format, which
-            every better model replaces. One without is a folder with a training state, from which
-            `trainer.fit(resume=...)` and `Engine.load` go on; so that other states are not lost, it is not
-            that of a `SaveCheckpointHook`.
+            every better model replaces. A name without one is a folder with a training state, to resume by
+            `trainer.fit(resume=...)` and `Engine.load`; it must differ from the folder of a
+            `SaveCheckpointHook`, so that other states are not lost.
         phase: "test" for the figures of tests, "train" for those of training epochs.
         mode: Whether less ("min") or more ("max") is better; known of the metrics of this package's hooks.
         min_delta: By how much a figure must be better than the best one to count.
         save_async: Write training states in the background.
-        priority: Hooks with a lower value run earlier; the one that steps the schedule must.
+        priority: Hooks with a lower value run earlier, which the `LRSchedulerHook` has to.
 
     Raises:
         ValueError: `mode` is not given and not known of `metric`, `mode` or `phase` is unknown, `min_delta`
@@ -243,6 +244,6 @@ class SaveBestHook(MetricWatchHook):
         save_state(trainer, self.path, keep_last=1, save_async=self.save_async)
 
     def after_train(self, trainer: "Trainer") -> None:
-        """Wait for what is saved in the background."""
+        """Wait for saves in the background."""
         super().after_train(trainer)
         wait_for_saves()
