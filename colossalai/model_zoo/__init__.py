@@ -13,4 +13,4 @@ from colossalai.model_zoo._attention import SelfAttention as SelfAttention
 from colossalai.model_zoo._config import TransformerConfig as TransformerConfig
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names of the interface without code so far

@@ -1,8 +1,8 @@
 """Self-attention over whole heads: each rank attends with its heads, for its part of the batch.
 
 Query, key and value come from one linear layer whose output features are ordered (heads, 3, head_size), so
-that a slice of them holds whole heads in every tensor mode. What happens between that layer and the next one
-knows of no tensor mode: where ranks share sequences, it is the attention of the job over them.
+that a slice of them holds whole heads in every tensor mode. The attention between that layer and the next one
+does not depend on a tensor mode; if ranks share sequences, it is the attention of the job over them.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +39,7 @@ class SelfAttention(SharesSequence):
         attention_dropout: Rate on the attention weights.
         bias: Whether the projections add a bias.
         dtype: Type of the parameters; None for torch's default.
-        input_cut: How the input is cut, and the output; default: as the layer built before leaves it.
+        input_cut: Cut of the input and the output. Default: the output cut of the layer built before.
 
     Shape:
         Input and output (batch, seq, hidden), slices.
@@ -111,11 +111,11 @@ class SelfAttention(SharesSequence):
         return attended
 
     def _padding(self, attention_mask: Tensor) -> Tensor:
-        """Return where this rank's part of the batch, or of its sequences, is padding."""
+        """Return the padding mask of this rank's part of the batch, or of its sequences."""
         return self._slice(self.sequence.own_columns(attention_mask), self.cut.batch, 0) == 0
 
     def _lanes(self, query: Tensor) -> Tensor:
-        """Return which of all samples and heads this rank has, as numbers for their dropout masks."""
+        """Return the numbers of this rank's samples and heads among all, for their dropout masks."""
         batch, heads = query.shape[:2]
         if self.mesh is not None:
             batch *= self.mesh.axis_size(self.cut.batch)
@@ -124,7 +124,7 @@ class SelfAttention(SharesSequence):
         return self._slice(self._slice(lanes, self.cut.batch, 0), self.cut.features, 1)
 
     def _slice(self, whole: Tensor, axes: tuple[str, ...], dim: int) -> Tensor:
-        """Return this rank's part of what `axes` cut along a dimension."""
+        """Return this rank's part of a tensor cut over `axes` along a dimension."""
         for name in axes:
             assert self.mesh is not None, "what is cut is cut over ranks"
             whole = slice_of(whole, self.mesh.axis(name), dim)
@@ -151,11 +151,11 @@ def visible_keys(key_padding_mask: Tensor, *, causal: bool) -> Tensor:
 
 
 def cut_of_heads(num_heads: int, input_cut: Cut) -> Cut:
-    """Return how query, key and value are cut.
+    """Return the cut of query, key and value.
 
     Args:
         num_heads: Global number of heads.
-        input_cut: How the input of the attention is cut.
+        input_cut: Cut of the input of the attention.
 
     Raises:
         ValueError: The ranks that cut the features do not divide the heads.

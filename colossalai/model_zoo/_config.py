@@ -1,4 +1,4 @@
-"""The shape of a transformer as a value: what GPT, BERT and ViT have in common."""
+"""The shape of a transformer as a value: the common fields of GPT, BERT and ViT."""
 
 from dataclasses import dataclass, fields
 from functools import partial
@@ -11,7 +11,7 @@ from colossalai.model_zoo._transformer import BlockShape, check_heads, check_rat
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig:
-    """The shape of a transformer; abstract: a model adds what its two ends need.
+    """The shape of a transformer; abstract: a model adds the fields of its embedding and its head.
 
     Attributes:
         causal: Whether a position attends to itself and the earlier ones only.

@@ -1,4 +1,4 @@
-"""What the embeddings of GPT and BERT have in common: tokens, learned positions, sequences that are cut."""
+"""The common base of the embeddings of GPT and BERT: tokens, learned positions, sequences that are cut."""
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ class TokensAndPositions(nn.Module):
         hidden_size: Width of the residual stream.
         vocab_size: Number of tokens.
         max_position_embeddings: Longest sequence.
-        causal: Whether the model is, which says how sequences are cut, where ranks share them.
+        causal: Whether the model is causal, which determines the cut of shared sequences.
         dtype: Type of the parameters; None for torch's default.
         vocab_parallel_limit: A vocabulary above this is cut over the ranks; None for the limit of the layers.
     """

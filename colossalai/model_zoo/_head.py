@@ -19,8 +19,8 @@ def output_layer(
 ) -> nn.Module:
     """Return the classifier of the current mode, a plain linear layer where nothing is cut.
 
-    It draws a weight of its own even if it is to share another one: so the same numbers are drawn in all
-    modes, and the parameters after it start alike.
+    It always draws its own weight, even if it is to share another one: so the same numbers are drawn in all
+    modes, and later parameters have the same initial values.
 
     Args:
         in_features: Global size of the features.
@@ -28,7 +28,7 @@ def output_layer(
         bias: Whether to add a bias.
         dtype: Type of the parameters; None for torch's default.
         vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the input. Default: the output cut of the layer built before.
     """
     if launched_job().mode is None:
         return Linear(in_features, num_classes, bias, dtype=dtype, input_cut=input_cut)

@@ -1,16 +1,16 @@
-"""The mean cross entropy of tokens, in every tensor mode that of the whole batch.
+"""The mean cross entropy of tokens over the whole batch, in every tensor mode.
 
 [Note: the loss of cut sequences]
-Where ranks share sequences, each has the logits of its positions. The mean is over the tokens that count on
-all ranks together, however unevenly they are spread: L = (sum over ranks of S_r) / n, with S_r the sum of the
-losses of rank r and n the number of labels that count, which every rank knows, as labels come whole. The
-backward of rank r is to leave a gradient g_r whose *mean* over the p ranks, which the data method takes, is
-dL. The ring of the attention brings back to a rank what the queries of all ranks ask of its keys; so if every
-rank starts from c dS_r, the sum of the g_r is c times the gradient of the sum of all S, and c = p / n is
-right. With as many labels on each rank this is the gradient of a rank's own mean.
+If ranks share sequences, each has the logits of its positions. The mean is over the counted tokens on all
+ranks together, in any distribution: L = (sum over ranks of S_r) / n, with S_r the sum of the losses of rank r
+and n the number of counted labels, which every rank has, as labels are passed whole. The backward of rank r
+has to leave a gradient g_r whose *mean* over the p ranks, computed by the data method, is dL. The ring of the
+attention returns to a rank the gradients of its keys from the queries of all ranks; so if every rank starts
+from c dS_r, the sum of the g_r is c times the gradient of the sum of all S, and c = p / n is right. With
+equally many labels on each rank this is the gradient of a rank's own mean.
 
 As a pair (sum, count) it is (S, n) on each of the p ranks, and starts from p dS_r: the weights of the
-replicas add up to p times the labels, which divides it out.
+replicas add up to p times the labels, which cancels the factor.
 """
 
 from typing import Any
@@ -32,12 +32,12 @@ IGNORED = -100
 class TokenLoss(LossOfOutput):
     """Mean cross entropy, in nats, at the positions whose label is not -100.
 
-    In a tensor mode the logits are taken to be cut as the model that was built last leaves them.
+    In a tensor mode the logits have to be cut like the output of the model that was built last.
 
     Args:
-        causal: Whether the model is, which says how sequences are cut, where ranks share them.
-        with_count: Return the pair (sum, number of labels that count): then a training step is that of the
-            mean over all tokens of all ranks and microbatches, however unevenly they are spread.
+        causal: Whether the model is causal, which determines the cut of shared sequences.
+        with_count: Whether to return the pair (sum, number of counted labels): a training step then uses the
+            mean over all tokens of all ranks and microbatches, in any distribution.
     """
 
     def __init__(self, *, causal: bool, with_count: bool = False) -> None:
@@ -58,8 +58,8 @@ class TokenLoss(LossOfOutput):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Compare logits (batch, seq, vocab), a slice, with labels (batch, seq), whole; return a scalar.
 
-        With `with_count` return two of them. In the place of logits there may be the operands of the head
-        that would give them, or the output of a model that has computed its loss.
+        With `with_count` return two of them. Instead of logits, the operands of the head are accepted, or the
+        output of a model that has computed its loss.
 
         Raises:
             ValueError: `logits`, but for the classes, and this rank's `labels` differ in shape, or a label is

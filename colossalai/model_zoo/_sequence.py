@@ -1,7 +1,7 @@
-"""What a rank that shares sequences takes of ids, masks and labels, which come whole, as in tensor modes.
+"""A rank's part of ids, masks and labels if ranks share sequences; inputs are whole, as in tensor modes.
 
-The attention says in which order a causal model holds its positions, so that all ranks have the same work;
-another model holds them in contiguous order. The parts of a model and its loss ask here, so that they agree.
+The attention defines the order of a causal model's positions, so that all ranks have the same work; other
+models use contiguous order. The parts of a model and its loss use this module, so that they agree.
 """
 
 from dataclasses import dataclass, field
@@ -16,12 +16,12 @@ from colossalai.nn.layer.sequence_parallel import ATTENTIONS, Order, SequenceAtt
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceCut:
-    """How the sequences of a model are cut over ranks, if they are.
+    """The cut of a model's sequences over ranks, if any.
 
     Attributes:
-        causal: Whether the model is.
-        attention: The attention over cut sequences; None where none are cut.
-        ranks: Those that share sequences; None where nobody does.
+        causal: Whether the model is causal.
+        attention: The attention over cut sequences. None: sequences are not cut.
+        ranks: The ranks that share sequences. None: sequences are not shared.
     """
 
     causal: bool
@@ -33,7 +33,7 @@ class SequenceCut:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Let a model that is saved whole find its ranks again in the job that loads it."""
+        """Restore the ranks from the current job when a model that was saved whole is loaded."""
         return _loaded, (self.causal, self.is_cut)
 
     @property
@@ -68,12 +68,12 @@ class SequenceCut:
     def check(self, numbers: Tensor, limit: int, *, what: str) -> None:
         """Require whole numbers to be below a limit where sequences are cut: all ranks raise, or none does.
 
-        Elsewhere the layers that take them check them.
+        Without cut sequences, the layers that take the numbers check them.
 
         Args:
-            numbers: Ids or labels that count, whole.
-            limit: How many there are, from 0.
-            what: What they are, for the message.
+            numbers: Counted ids or labels, whole.
+            limit: Exclusive upper bound.
+            what: Description of the numbers, for the message.
 
         Raises:
             ValueError: A number is negative, or not below `limit`.
@@ -85,10 +85,10 @@ class SequenceCut:
 
 
 def sequence_cut(*, causal: bool) -> SequenceCut:
-    """Return how the launched job cuts the sequences of a model.
+    """Return the cut of a model's sequences in the launched job.
 
     Args:
-        causal: Whether the model is.
+        causal: Whether the model is causal.
     """
     job = launched_job()
     if job.layout.attention is None:

@@ -1,8 +1,8 @@
 """The blocks of a transformer, of which GPT, BERT and ViT are built.
 
-A block knows of its tensor mode through the layers of `colossalai.nn` only, and says what each of them is
-applied to: the norms and the first of two linear layers to the residual stream, whose cut is that of the
-block's input, the second one to the first.
+A block depends on its tensor mode only through the layers of `colossalai.nn`, and passes each its input cut:
+the norms and the first of two linear layers get that of the block's input, the second one the output cut of
+the first.
 """
 
 from collections.abc import Callable
@@ -57,7 +57,7 @@ class FeedForward(nn.Module):
 
     Args:
         shape: The shape of the block.
-        input_cut: How the input is cut, and the output.
+        input_cut: Cut of the input and the output.
     """
 
     def __init__(self, shape: BlockShape, *, input_cut: Cut) -> None:
@@ -78,7 +78,7 @@ class Block(nn.Module):
     """A block of either kind; abstract.
 
     Args:
-        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the residual stream. Default: the output cut of the layer built before.
     """
 
     def __init__(self, *, input_cut: Cut | None) -> None:
@@ -87,7 +87,7 @@ class Block(nn.Module):
 
     @property
     def output_cut(self) -> Cut:
-        """How the output is cut."""
+        """Cut of the output."""
         return self.input_cut
 
 
@@ -96,7 +96,7 @@ class PreNormBlock(Block):
 
     Args:
         shape: The shape of the block.
-        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the residual stream. Default: the output cut of the layer built before.
     """
 
     def __init__(self, shape: BlockShape, *, input_cut: Cut | None = None) -> None:
@@ -126,7 +126,7 @@ class PostNormBlock(Block):
 
     Args:
         shape: The shape of the block.
-        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the residual stream. Default: the output cut of the layer built before.
     """
 
     def __init__(self, shape: BlockShape, *, input_cut: Cut | None = None) -> None:

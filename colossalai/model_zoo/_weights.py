@@ -1,4 +1,4 @@
-"""Values of the parameters of a model whose ranks may hold slices of them: drawn, or taken from elsewhere."""
+"""Initial values of a model's parameters, of which ranks can have slices: random, or from other weights."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -78,10 +78,10 @@ def require_settings(config: Any, supported: Mapping[str, Any]) -> None:
 
 
 def gelu_of(activation: Any) -> str:
-    """Return which GELU a Hugging Face config means, as torch names it.
+    """Return the GELU of a Hugging Face config, by torch's name.
 
     Raises:
-        ValueError: `activation` is no GELU.
+        ValueError: `activation` is not a GELU.
     """
     names = {"gelu": "none", "gelu_new": "tanh", "gelu_pytorch_tanh": "tanh"}
     if activation not in names:

@@ -1,4 +1,4 @@
-"""BERT models of Hugging Face transformers, taken over."""
+"""BERT models converted from Hugging Face transformers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,13 +32,13 @@ def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> Bert:
 
     Args:
         hf_model: The model, whole on every rank; it is not changed.
-        overrides: Fields of `BertConfig` that are not to be taken from it, such as dropout rates.
+        overrides: Fields of `BertConfig` that are not taken from it, such as dropout rates.
 
     Returns:
-        A model that gives the same logits, with the device and type of one that is built anew.
+        A model with the same logits, on the device and with the dtype of a new model.
 
     Raises:
-        ValueError: The model has a setting or a shape that `Bert` has not.
+        ValueError: The model has a setting or a shape that `Bert` does not support.
     """
     config = replace(config_of(hf_model.config), **overrides)
     model = Bert(config)
@@ -47,7 +47,7 @@ def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> Bert:
 
 
 def config_of(hf_config: Any) -> BertConfig:
-    """Return the config that means the same as a `transformers.BertConfig`."""
+    """Return the config equivalent to a `transformers.BertConfig`."""
     require_settings(hf_config, _BUILT_IN)
     return BertConfig(
         vocab_size=hf_config.vocab_size,

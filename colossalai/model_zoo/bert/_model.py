@@ -3,8 +3,8 @@
     x = norm(tokens + positions + segments);  x = norm(x + attention(x));  x = norm(x + mlp(x))
     logits = norm(gelu(linear(x))) @ tokens.T + bias
 
-The blocks stand in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one
-by one.
+The blocks are in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one by
+one.
 """
 
 import torch
@@ -66,7 +66,7 @@ class BertBlock(PostNormBlock):
 
     Args:
         config: The shape of the model.
-        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the residual stream. Default: the output cut of the layer built before.
     """
 
     def __init__(self, config: BertConfig, *, input_cut: Cut | None = None) -> None:
@@ -80,7 +80,7 @@ class BertHead(nn.Module):
 
     Args:
         config: The shape of the model.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the input. Default: the output cut of the layer built before.
     """
 
     def __init__(self, config: BertConfig, *, input_cut: Cut | None = None) -> None:
@@ -88,7 +88,7 @@ class BertHead(nn.Module):
         hidden = config.hidden_size
         self.gelu = config.gelu
         self.transform = Linear(hidden, hidden, input_cut=input_cut)
-        self.recut = BackToFirstCut(after=self.transform)  # where the embedding's weight fits
+        self.recut = BackToFirstCut(after=self.transform)  # to the cut of the embedding's weight
         cut = self.recut.output_cut
         self.norm = LayerNorm(hidden, eps=config.layer_norm_epsilon, input_cut=cut)
         limit = config.vocab_parallel_limit
@@ -104,8 +104,9 @@ class BertHead(nn.Module):
 class Bert(nn.Module):
     """A BERT encoder with the head of a masked language model.
 
-    It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
-    vocabulary, or along the sequence, as the mode says, and `BertMLMLoss` takes them so.
+    It follows the tensor mode of the current context: ids are passed whole, logits are cut along the batch
+    and the vocabulary, or along the sequence, depending on the mode, and `BertMLMLoss` accepts them in this
+    form.
 
     Args:
         config: The shape of the model.
@@ -142,7 +143,7 @@ class Bert(nn.Module):
 
         Args:
             input_ids: (batch, seq), whole.
-            attention_mask: (batch, seq), whole; 0 where a position is padding that nobody attends to.
+            attention_mask: (batch, seq), whole; 0 where a position is padding, which is masked out.
             token_type_ids: (batch, seq), whole; the segment of each token.
 
         Returns:

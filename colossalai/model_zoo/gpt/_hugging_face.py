@@ -1,4 +1,4 @@
-"""GPT-2 models of Hugging Face transformers, taken over."""
+"""GPT-2 models converted from Hugging Face transformers."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -31,13 +31,13 @@ def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> GPT:
 
     Args:
         hf_model: The model, whole on every rank; it is not changed.
-        overrides: Fields of `GPTConfig` that are not to be taken from it, such as dropout rates.
+        overrides: Fields of `GPTConfig` that are not taken from it, such as dropout rates.
 
     Returns:
-        A model that gives the same logits, with the device and type of one that is built anew.
+        A model with the same logits, on the device and with the dtype of a new model.
 
     Raises:
-        ValueError: The model has a setting or a shape that `GPT` has not.
+        ValueError: The model has a setting or a shape that `GPT` does not support.
     """
     config = replace(config_of(hf_model.config), **overrides)
     model = GPT(config)
@@ -49,7 +49,7 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[st
     """Return the weights of a GPT by the names, and in the layout, of a `transformers.GPT2LMHeadModel`.
 
     Args:
-        weights: Whole tensors by their names in `GPT`: what a file of `save_model` holds.
+        weights: Whole tensors by their names in `GPT`, as in a file of `save_model`.
         config: The shape of the model.
     """
     theirs = {
@@ -72,7 +72,7 @@ def to_hugging_face(weights: Mapping[str, Tensor], config: GPTConfig) -> dict[st
 
 
 def to_hugging_face_config(config: GPTConfig) -> Any:
-    """Return the `transformers.GPT2Config` that means the same as a config here.
+    """Return the `transformers.GPT2Config` equivalent to a config here.
 
     Raises:
         ModuleNotFoundError: `transformers` is not installed (raised on every call without it).
@@ -98,7 +98,7 @@ def to_hugging_face_config(config: GPTConfig) -> Any:
 
 
 def config_of(hf_config: Any) -> GPTConfig:
-    """Return the config that means the same as a `transformers.GPT2Config`."""
+    """Return the config equivalent to a `transformers.GPT2Config`."""
     require_settings(hf_config, _BUILT_IN)
     return GPTConfig(
         vocab_size=hf_config.vocab_size,

@@ -2,8 +2,8 @@
 
     x = tokens + positions;  x += attention(norm(x));  x += mlp(norm(x));  logits = norm(x) @ tokens.T
 
-The blocks stand in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one
-by one.
+The blocks are in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one by
+one.
 """
 
 import math
@@ -30,8 +30,9 @@ from colossalai.nn.loss import (
 class GPT(FusesLoss):
     """A GPT decoder with a language-model head.
 
-    It follows the tensor mode of the current context: ids come whole, logits are cut along the batch and the
-    vocabulary, or along the sequence, as the mode says, and `GPTLMLoss` takes them so.
+    It follows the tensor mode of the current context: ids are passed whole, logits are cut along the batch
+    and the vocabulary, or along the sequence, depending on the mode, and `GPTLMLoss` accepts them in this
+    form.
 
     Args:
         config: The shape of the model.
@@ -101,7 +102,7 @@ class GPT(FusesLoss):
 
         Args:
             input_ids: (batch, seq), whole.
-            attention_mask: (batch, seq), whole; 0 where a position is padding that nobody attends to.
+            attention_mask: (batch, seq), whole; 0 where a position is padding, which is masked out.
             labels: (batch, seq), whole: the tokens themselves, -100 where one does not count; `GPTLMLoss` has
                 more.
 

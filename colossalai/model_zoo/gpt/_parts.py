@@ -61,7 +61,7 @@ class GPTEmbedding(TokensAndPositions):
 
 
 class GPTBlock(PreNormBlock):
-    """One pre-norm decoder block that hands the mask on: causal attention and feed-forward layer.
+    """One pre-norm decoder block that passes the mask on: causal attention and feed-forward layer.
 
     Args:
         hidden_size: Width of the residual stream.
@@ -74,7 +74,7 @@ class GPTBlock(PreNormBlock):
         dtype: Type of the parameters; None for torch's default.
         bias: Whether the linear layers add a bias.
         checkpoint: Whether the backward computes the activations again instead of keeping them.
-        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the residual stream. Default: the output cut of the layer built before.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ def GPTLMHead(
     vocab_parallel_limit: int | None = None,
     input_cut: Cut | None = None,
 ) -> nn.Module:
-    """Return the layer from the last norm to logits, with a weight of its own that `GPT` ties.
+    """Return the layer from the last norm to logits, with its own weight, which `GPT` ties.
 
     Args:
         dim: Width of the residual stream.
@@ -144,7 +144,7 @@ def GPTLMHead(
         dtype: Type of the parameters; None for torch's default.
         bias: Whether to add a bias.
         vocab_parallel_limit: A vocabulary above this is cut over the ranks; None for the limit of the layers.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the input. Default: the output cut of the layer built before.
     """
     return output_layer(
         dim,
@@ -163,6 +163,6 @@ def _visible(mask: Tensor | None) -> Tensor | None:
     if mask.dim() != 4 or mask.shape[1:3] != (1, 1):
         raise ValueError(
             f"an attention mask of shape {tuple(mask.shape)}; it must be (batch, seq) with 0 for padding, or "
-            "(batch, 1, 1, seq) with what is added to the scores"
+            "(batch, 1, 1, seq) with values to add to the scores"
         )
     return mask[:, 0, 0] == 0

@@ -114,7 +114,7 @@ def moe_mlp_args(d_model: int, d_ff: int, drop_rate: float, bias: bool = True) -
 
 
 class WidenetBlock(nn.Module):
-    """A layer: two norms of its own around what it is given.
+    """A layer: two norms of its own around the shared attention and experts.
 
     Args:
         d_model: The width of tokens.
@@ -143,7 +143,7 @@ class Widenet(nn.Module):
 
     Args:
         num_experts: The number of experts.
-        capacity_factor: How many choices an expert serves in training; see `Top2Router`.
+        capacity_factor: Number of choices that an expert serves in training; see `Top2Router`.
         img_size: Height and width of an image.
         patch_size: Height and width of a patch.
         in_chans: Channels of an image.

@@ -1,4 +1,4 @@
-"""Vision transformers of Hugging Face transformers, taken over."""
+"""Vision transformers converted from Hugging Face transformers."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -26,13 +26,13 @@ def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> ViT:
 
     Args:
         hf_model: The model, whole on every rank; it is not changed.
-        overrides: Fields of `ViTConfig` that are not to be taken from it, such as dropout rates.
+        overrides: Fields of `ViTConfig` that are not taken from it, such as dropout rates.
 
     Returns:
-        A model that gives the same logits, with the device and type of one that is built anew.
+        A model with the same logits, on the device and with the dtype of a new model.
 
     Raises:
-        ValueError: The model has a setting or a shape that `ViT` has not.
+        ValueError: The model has a setting or a shape that `ViT` does not support.
     """
     theirs = hf_model.state_dict()
     num_classes = theirs["classifier.weight"].shape[0]
@@ -43,7 +43,7 @@ def from_hugging_face(hf_model: nn.Module, **overrides: Any) -> ViT:
 
 
 def config_of(hf_config: Any, *, num_classes: int) -> ViTConfig:
-    """Return the config that means the same as a `transformers.ViTConfig`."""
+    """Return the config equivalent to a `transformers.ViTConfig`."""
     require_settings(hf_config, {"qkv_bias": True})
     return ViTConfig(
         image_size=hf_config.image_size,

@@ -2,8 +2,8 @@
 
     x = [class token, patches] + positions;  x += attention(norm(x));  x += mlp(norm(x));  head(norm(x)[0])
 
-The blocks stand in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one
-by one.
+The blocks are in one `nn.ModuleList`, so that recomputation, sharding and pipelining can take them one by
+one.
 """
 
 from torch import Tensor, nn
@@ -18,8 +18,8 @@ from colossalai.nn.layer import LayerNorm
 class ViT(nn.Module):
     """A vision transformer.
 
-    It follows the tensor mode of the current context: images come whole, logits are cut along the batch as
-    the mode says, and `colossalai.nn.CrossEntropyLoss` takes them so.
+    It follows the tensor mode of the current context: images are passed whole, logits are cut along the
+    batch, depending on the mode, and `colossalai.nn.CrossEntropyLoss` accepts them in this form.
 
     Args:
         config: The shape of the model.

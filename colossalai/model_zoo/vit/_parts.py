@@ -36,7 +36,7 @@ class ViTEmbedding(nn.Module):
         embedding_dim: Width of the residual stream.
         dropout: Rate after the sum.
         dtype: Type of the parameters; None for torch's default.
-        init_method: How the parameters start: "torch", as torch's convolution, is the only way there is.
+        init_method: Initialization of the parameters: "torch", as torch's convolution, is the only choice.
 
     Raises:
         ValueError: The patches do not tile the image, or ranks share sequences.
@@ -85,8 +85,8 @@ class ViTBlock(PreNormBlock):
         dtype: Type of the parameters; None for torch's default.
         bias: Whether the linear layers add a bias.
         checkpoint: Whether the backward computes the activations again instead of keeping them.
-        init_method: How the parameters start: "torch" is the only way there is.
-        input_cut: How the residual stream is cut; default: as the layer built before leaves it.
+        init_method: Initialization of the parameters: "torch" is the only choice.
+        input_cut: Cut of the residual stream. Default: the output cut of the layer built before.
     """
 
     def __init__(  # noqa: PLR0913 - one argument for each documented choice
@@ -141,9 +141,9 @@ class ViTHead(nn.Module):
         representation_size: Width of a hidden layer with tanh before the classifier; None for none.
         dtype: Type of the parameters; None for torch's default.
         bias: Whether the linear layers add a bias.
-        init_method: How the parameters start: "torch" is the only way there is.
+        init_method: Initialization of the parameters: "torch" is the only choice.
         vocab_parallel_limit: More classes than this are cut over the ranks; None for the limit of the layers.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
+        input_cut: Cut of the input. Default: the output cut of the layer built before.
     """
 
     def __init__(
