@@ -69,20 +69,20 @@ def _described_leaf(leaf: Any) -> Any:
     return leaf if isinstance(leaf, int | float | str | None) else type(leaf).__name__
 
 
-def told_by_first(find: Callable[[], _Plain]) -> _Plain:
+def broadcast_from_first(find: Callable[[], _Plain]) -> _Plain:
     """Return the plain value that `find` returns on rank 0, on all ranks; its errors are raised on all."""
     if torch.distributed.get_world_size() == 1:
         return find()
-    told: tuple[list[_Plain], str] = [], ""
+    message: tuple[list[_Plain], str] = [], ""
     if torch.distributed.get_rank() == 0:
         try:
-            told = [find()], ""
+            message = [find()], ""
         except Exception as error:
             broadcast_value(
                 ([], str(error) or type(error).__name__), source=0
             )  # the other ranks wait in this broadcast
             raise
-    found, refusal = broadcast_value(told, source=0)
+    found, refusal = broadcast_value(message, source=0)
     if refusal:
         raise ValueError(refusal)
     value: _Plain = found[0]

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from colossalai.auto_parallel._agreement import described, refuse_other_arguments, told_by_first
+from colossalai.auto_parallel._agreement import broadcast_from_first, described, refuse_other_arguments
 from colossalai.auto_parallel._costs import MASTERS, OPTIMIZER_STATES, PRECISIONS, OperationCosts
 from colossalai.auto_parallel._inner import CutChoice, InnerProblem
 from colossalai.auto_parallel._parts import ModelParts, parts_of_model, zero_stages_of
@@ -118,7 +118,7 @@ def make_plan(
         plan = partial(_make, posed, memory_budget, scale=scale, is_run=bool(verify))
         if not is_job:
             return plan()
-        return AutoPlan.from_json(told_by_first(lambda: plan().to_json()))
+        return AutoPlan.from_json(broadcast_from_first(lambda: plan().to_json()))
 
     return verified_plan(make, model, meta_args, memory_budget=memory_budget) if verify else make()
 

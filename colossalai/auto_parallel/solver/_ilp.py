@@ -47,7 +47,7 @@ _INFEASIBLE = 2  # a status of scipy.optimize.milp
 _LEAST_S = 0.1  # least seconds of the integer program, even if the time is up
 
 
-class _Found(NamedTuple):
+class _BoundedChoice(NamedTuple):
     """A choice, a bound of all choices within the budget, and the last method that was needed."""
 
     options: Options
@@ -55,7 +55,7 @@ class _Found(NamedTuple):
     method: str
 
 
-class _Answer(NamedTuple):
+class _ProgramResult(NamedTuple):
     """Result of an integer program.
 
     Attributes:
@@ -130,20 +130,20 @@ def _memory_alone(problem: ChoiceProblem) -> ChoiceProblem:
 
 def _by_elimination(
     elimination: Elimination, least_memory: Elimination, *, budget: float, gap: float, end: float
-) -> _Found:
+) -> _BoundedChoice:
     """Solve a problem whose graph is narrow."""
     problem = elimination.problem
     value, cheapest = elimination.minimize()
     if value == math.inf:
         raise nothing_allowed(problem)
     if problem.memory_of(cheapest) <= budget:
-        return _Found(cheapest, problem.cost_of(cheapest), "elimination")
+        return _BoundedChoice(cheapest, problem.cost_of(cheapest), "elimination")
     smallest = least_memory.minimize()[1]
     if problem.memory_of(smallest) > budget:
         raise _too_small(budget, problem.memory_of(smallest))
     priced = search_price(elimination, budget=budget, smallest=smallest, cheapest=cheapest, gap=gap, end=end)
     if priced.is_within(gap) or time.monotonic() > end:
-        return _Found(priced.options, priced.bound, "price")
+        return _BoundedChoice(priced.options, priced.bound, "price")
     # All remaining options have to be faster than this limit, which is a bound if there are none. (It is a
     # little less than the gap, so that the rounding of this very line does not exceed it.)
     limit = priced.cost * (1 - max(0.999 * gap, ROUNDING))
@@ -151,28 +151,28 @@ def _by_elimination(
     if can_rule_out(elimination, least_memory):
         ruled = rule_out(elimination, least_memory, budget=budget, price=priced.price, limit=limit)
         if ruled is None:
-            return _Found(priced.options, limit, "price")
+            return _BoundedChoice(priced.options, limit, "price")
         left, kept = ruled
-    answer = _ask_highs(left, budget, gap=gap, unit=priced.cost, end=end)
+    answer = _run_highs(left, budget, gap=gap, unit=priced.cost, end=end)
     options = priced.options
     if answer.options is not None:
         found = answer.options if kept is None else _original(answer.options, kept)
         options = min(options, found, key=problem.cost_of)
     bound = answer.bound if kept is None else min(answer.bound, limit)
-    return _Found(options, max(bound, priced.bound), "ilp")
+    return _BoundedChoice(options, max(bound, priced.bound), "ilp")
 
 
-def _by_ilp(problem: ChoiceProblem, budget: float, *, gap: float, end: float) -> _Found:
+def _by_ilp(problem: ChoiceProblem, budget: float, *, gap: float, end: float) -> _BoundedChoice:
     """Solve a problem whose graph is too wide for elimination."""
-    answer = _ask_highs(problem, budget, gap=gap, unit=None, end=end)
+    answer = _run_highs(problem, budget, gap=gap, unit=None, end=end)
     if answer.options is not None:
-        return _Found(answer.options, answer.bound, "ilp")
+        return _BoundedChoice(answer.options, answer.bound, "ilp")
     memory_alone = _memory_alone(problem)
-    small = _ask_highs(memory_alone, math.inf, gap=0.0, unit=None, end=end)
+    small = _run_highs(memory_alone, math.inf, gap=0.0, unit=None, end=end)
     if small.bound == math.inf:
         raise nothing_allowed(problem)
     if small.options is not None and problem.memory_of(small.options) <= budget:
-        return _Found(small.options, answer.bound, "ilp")
+        return _BoundedChoice(small.options, answer.bound, "ilp")
     if answer.bound == math.inf:
         least_bytes = small.bound if small.options is None else problem.memory_of(small.options)
         raise _too_small(budget, least_bytes)
@@ -190,9 +190,9 @@ def _too_small(budget: float, least_bytes: float) -> BudgetError:
     )
 
 
-def _ask_highs(
+def _run_highs(
     problem: ChoiceProblem, budget: float, *, gap: float, unit: float | None, end: float
-) -> _Answer:
+) -> _ProgramResult:
     """Solve a problem as an integer program; see [Note: choices as an integer program].
 
     Args:
@@ -208,11 +208,11 @@ def _ask_highs(
         x, lower = program.solve(limit, gap=gap, seconds=max(end - time.monotonic(), _LEAST_S))
         bound = lower if bound is None else bound
         if x is None:
-            return _Answer(None, bound)
+            return _ProgramResult(None, bound)
         options = program.options_of(x)
         excess = problem.memory_of(options) - budget
         if excess <= 0:
-            return _Answer(options, bound)
+            return _ProgramResult(options, bound)
         limit -= excess + 2 * _TOLERANCE * program.memory_unit
 
 

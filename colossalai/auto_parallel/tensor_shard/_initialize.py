@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from colossalai.auto_parallel._agreement import described, refuse_other_arguments, told_by_first
+from colossalai.auto_parallel._agreement import broadcast_from_first, described, refuse_other_arguments
 from colossalai.auto_parallel._make import PlanProblem, is_number, pose_problem
 from colossalai.auto_parallel._parts import may_lack_gradients
 from colossalai.auto_parallel._plan import AutoPlan, load_plan
@@ -265,7 +265,7 @@ def initialize_model(
             return [plan.to_json(), solution_of(plan, problem), outputs_of_parts, lacks_gradients]
 
         text, solution[:], known, how["find_unused_parameters"] = (
-            told_by_first(of_first) if dist.is_initialized() else of_first()
+            broadcast_from_first(of_first) if dist.is_initialized() else of_first()
         )
         outputs[:] = map(WholeOutputs.from_list, known)
         return AutoPlan.from_json(text)
@@ -275,7 +275,7 @@ def initialize_model(
     if save_solver_solution:
         assert solution_path is not None, "it was checked"
         save = partial(plan.save, solution_path)
-        told_by_first(save) if dist.is_initialized() else save()
+        broadcast_from_first(save) if dist.is_initialized() else save()
     module = _carried_out(
         plan,
         model,

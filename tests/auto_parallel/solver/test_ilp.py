@@ -248,7 +248,7 @@ def test_an_answer_over_the_budget_is_asked_for_again() -> None:
     program = IntegerProgram(problem, unit=1.0)
     x, _ = program.solve(1e12 - 1, gap=0.0, seconds=LONG)
     assert program.options_of(x) == (1,), "HiGHS is more exact than it was: find a harder case"
-    answer = _ilp._ask_highs(problem, 1e12 - 1, gap=0.0, unit=1.0, end=math.inf)
+    answer = _ilp._run_highs(problem, 1e12 - 1, gap=0.0, unit=1.0, end=math.inf)
     assert answer.options == (0,)
     assert answer.bound <= 1.0
 
