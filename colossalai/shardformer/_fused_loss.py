@@ -41,7 +41,7 @@ def fuse_losses(model: nn.Module) -> int:
     found = [(part, name) for part, name in heads if name is not None]
     for part, name in found:
         head = getattr(part, name)
-        if not is_elsewhere(head) and not isinstance(head.forward, _DefersLogits):
+        if not is_elsewhere(head) and not isinstance(head.forward, _DeferredHead):
             _fuse(part, head)
     return len(found)
 
@@ -68,9 +68,9 @@ def _fuse(model: nn.Module, head: nn.Module) -> None:
         )
     state = _HeadState()
     names = tuple(inspect.signature(model.forward).parameters)
-    model.register_forward_pre_hook(_NotesLabels(state, names), with_kwargs=True)
-    model.register_forward_hook(_Forgets(state), always_call=True)
-    head.forward = _DefersLogits(state, head, head.forward)
+    model.register_forward_pre_hook(_LabelHook(state, names), with_kwargs=True)
+    model.register_forward_hook(_ResetHook(state), always_call=True)
+    head.forward = _DeferredHead(state, head, head.forward)
     owner.loss_function = _FusedLoss(state, original)
 
 
@@ -88,7 +88,7 @@ class _HeadState:
 
 
 @dataclass
-class _NotesLabels:
+class _LabelHook:
     """A hook before the forward of a model: whether it is given labels, in training."""
 
     state: _HeadState
@@ -100,7 +100,7 @@ class _NotesLabels:
 
 
 @dataclass
-class _Forgets:
+class _ResetHook:
     """A hook behind it, also where it raises: the head called alone gives logits."""
 
     state: _HeadState
@@ -110,7 +110,7 @@ class _Forgets:
 
 
 @dataclass
-class _DefersLogits:
+class _DeferredHead:
     """The forward of the head."""
 
     state: _HeadState

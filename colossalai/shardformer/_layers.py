@@ -204,14 +204,14 @@ class SumsGradients(SpecKeeper):
 
 
 @dataclass
-class Asked:
+class AttentionRequest:
     """Whether the current forward returns the weights of its attentions."""
 
     attentions: bool = False
 
 
 @dataclass
-class NotesQuestion:
+class AttentionRequestHook:
     """A hook before the forward of a model that detects a request of attention weights.
 
     Attributes:
@@ -219,7 +219,7 @@ class NotesQuestion:
         is_outermost: Whether the model is not part of another one, which may have received the request.
     """
 
-    asked: Asked
+    asked: AttentionRequest
     is_outermost: bool
 
     def __call__(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
@@ -244,7 +244,7 @@ class GathersHeads:
         place: Index of the weights in the output.
     """
 
-    asked: Asked
+    asked: AttentionRequest
     mesh: Mesh
     place: int = 1
 

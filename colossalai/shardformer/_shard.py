@@ -37,14 +37,14 @@ from colossalai.shardformer._channels import (
 from colossalai.shardformer._inside import refuse_uncovered
 from colossalai.shardformer._layers import (
     AXIS,
-    Asked,
+    AttentionRequest,
+    AttentionRequestHook,
     DrawsApart,
     DrawsTogether,
     GathersHeads,
     HeadShard,
     InnerRowShard,
     LinearShard,
-    NotesQuestion,
     SplitRowShard,
     SumsGradients,
     TakesOwnHeads,
@@ -208,13 +208,15 @@ def _owners_of_params(layers: Iterable[nn.Module]) -> list[nn.Module]:
 
 def _gather_attentions(model: nn.Module, attentions: dict[nn.Module, Rule], mesh: Mesh) -> None:
     """Gather the weights of attentions over all heads, in forwards that return them."""
-    asked = Asked()
+    asked = AttentionRequest()
     for module, rule in attentions.items():
         # Before existing hooks: transformers registers its own once a forward has returned the weights.
         module.register_forward_hook(GathersHeads(asked, mesh, rule.attentions_at), prepend=True)
     models = [part for _, part in parts_of(model) if hasattr(part, "config") and part not in attentions]
     for number, part in enumerate(models):
-        part.register_forward_pre_hook(NotesQuestion(asked, is_outermost=number == 0), with_kwargs=True)
+        part.register_forward_pre_hook(
+            AttentionRequestHook(asked, is_outermost=number == 0), with_kwargs=True
+        )
 
 
 def _leave_fast_path(model: nn.Module) -> None:
