@@ -1,4 +1,4 @@
-"""For tests of parallel code, the project's own and its users': ranks, retries, comparisons, parity."""
+"""Utilities to test parallel code: ranks, retries, comparisons, parity."""
 
 from colossalai.cluster import free_port as free_port
 from colossalai.testing._comparison import assert_close as assert_close

@@ -1,4 +1,4 @@
-"""Assertions about tensors, of one rank or of several; each failure says how far apart they are."""
+"""Assertions about tensors on one or several ranks; failures report the differences."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -17,12 +17,12 @@ def assert_close(
 
     Args:
         actual: The tensor to check.
-        expected: What it should be; same shape, dtype and device.
+        expected: Expected tensor, with the same shape, dtype and device.
         rtol: Relative tolerance; give both tolerances or none (then those of `torch.testing` for the dtype).
         atol: Absolute tolerance.
 
     Raises:
-        AssertionError: The tensors differ; the message has the greatest differences and where they are.
+        AssertionError: The tensors differ; the message has the greatest differences and their indices.
     """
     torch.testing.assert_close(actual, expected, rtol=rtol, atol=atol)
 
@@ -51,11 +51,11 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
     """Assert that all ranks of a group have the same tensor; every rank calls it.
 
     Args:
-        tensor: The tensor of this rank; shape and dtype are compared, too.
-        process_group: The ranks; default: all.
+        tensor: Tensor of this rank; shape and dtype are compared, too.
+        process_group: Process group of the ranks. Default: all ranks.
 
     Raises:
-        AssertionError: The tensors differ, on every rank; the message names the ranks that differ from the
+        AssertionError: The tensors differ; on every rank. The message lists the ranks that differ from the
             first.
     """
     size = dist.get_world_size(process_group)
@@ -80,9 +80,9 @@ def check_state_dict_equal(d1: Mapping[Any, Any], d2: Mapping[Any, Any], ignore_
     """Assert that two state dicts have the same keys and equal values, at every depth.
 
     Args:
-        d1: One.
-        d2: The other.
-        ignore_device: Whether tensors may be on different devices.
+        d1: First state dict.
+        d2: Second state dict.
+        ignore_device: Whether tensors can be on different devices.
 
     Raises:
         AssertionError: The state dicts differ; the message has the path to the first difference.

@@ -1,4 +1,4 @@
-"""What a test needs before it runs: devices, a variable, memory that no earlier test holds."""
+"""Decorators for the requirements of a test: devices, an environment variable, free memory."""
 
 import functools
 import gc
@@ -14,13 +14,13 @@ R = TypeVar("R")
 
 
 def skip_if_not_enough_gpus(min_gpus: int) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Skip the decorated test where there are fewer accelerators.
+    """Skip the decorated test if there are fewer accelerators.
 
     Args:
-        min_gpus: The number that it needs, counted when it runs.
+        min_gpus: Required number of accelerators; they are counted when the test runs.
 
     Raises:
-        ValueError: `min_gpus` is no whole number.
+        ValueError: `min_gpus` is not a whole number.
     """
     if type(min_gpus) is not int or min_gpus < 0:
         raise ValueError(f"min_gpus is {min_gpus!r}; it must be a number of accelerators")
@@ -39,13 +39,13 @@ def skip_if_not_enough_gpus(min_gpus: int) -> Callable[[Callable[P, R]], Callabl
 
 
 def run_on_environment_flag(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Skip the decorated test unless an environment variable is set, to anything but 0 and nothing.
+    """Skip the decorated test unless an environment variable is set to a value other than 0 and "".
 
     Args:
-        name: The variable, such as "LONG_TESTS".
+        name: Name of the variable, such as "LONG_TESTS".
 
     Raises:
-        ValueError: `name` is empty, or no string.
+        ValueError: `name` is empty or not a string.
     """
     if not isinstance(name, str) or not name:
         raise ValueError(
@@ -65,7 +65,7 @@ def run_on_environment_flag(name: str) -> Callable[[Callable[P, R]], Callable[P,
 
 
 def clear_cache_before_run() -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Collect garbage, give cached memory of the accelerator back and reset its peaks before the test."""
+    """Collect garbage, free cached memory of the accelerator and reset its peaks before the test."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

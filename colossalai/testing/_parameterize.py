@@ -9,8 +9,8 @@ from typing import Any
 def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Callable[..., Any]], Callable[..., None]]:
     """Call the decorated function once for every value of one argument.
 
-    Unlike `pytest.mark.parametrize` it works inside a function that `spawn` runs, where a set of ranks costs
-    more than the test. Stacked, the decorators go over all combinations. An exception gets a note with the
+    Unlike `pytest.mark.parametrize`, it works inside a function that `spawn` runs, where starting the ranks
+    costs more than the test. Stacked decorators run all combinations. An exception gets a note with the
     value.
 
     Args:
@@ -35,7 +35,7 @@ def parameterize(argument: str, values: Iterable[Any]) -> Callable[[Callable[...
                     error.add_note(f"with {argument}={value!r}")
                     raise
 
-        # What pytest and a further decorator see: the argument is no longer theirs to give.
+        # Signature for pytest and further decorators, which must not pass this argument.
         rest = [parameter for name, parameter in signature.parameters.items() if name != argument]
         run_all.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
         return run_all

@@ -1,9 +1,9 @@
-"""Parity: a parallel method trains a model exactly as one process does.
+"""Parity check: a parallel method trains a model exactly as one process does.
 
 The skeleton is the same for every method. A model is built in float64 from a seed; its deep copy, the twin,
-is trained by the plainest loop there is, on the global batch. The method trains the model, each rank on its
-slice of that batch. After every step the loss, each gradient and each updated parameter must agree to 1e-10:
-float64 leaves room for another order of summation, and for nothing else.
+is trained by a plain loop on the global batch. The method trains the model, each rank on its slice of that
+batch. After every step the loss, each gradient and each updated parameter must agree to 1e-10: in float64
+only a different order of summation stays within this tolerance.
 """
 
 import copy
@@ -24,22 +24,22 @@ _WRAPPERS = ("module", "_orig_mod", "_checkpoint_wrapped_module")
 
 @dataclass(frozen=True, kw_only=True)
 class ParityCase:
-    """A training run to be reproduced.
+    """A training run to reproduce.
 
     Attributes:
-        build_model: Returns the model; it is called with a seeded random state and its result converted to
-            `dtype`.
-        build_optimizer: Returns the twin's optimizer of the given parameters.
-        compute_loss: The mean loss of the twin over a batch; the first rank calls it.
-        batches: One global batch per step: tuples of tensors whose dim 0 is the batch; floating ones become
-            `dtype`.
-        max_norm: Where given, gradients are clipped to this norm before the update, and compared after
-            clipping.
-        seed: The seed of the model.
-        dtype: The type of parameters and inputs.
-        device: Where the twin is trained.
-        tolerance: The greatest allowed difference, absolute for values below 1, relative above. Another dtype
-            needs another one; say where it is set why it is enough.
+        build_model: Function that returns the model; it is called with a seeded random state, and its result
+            is converted to `dtype`.
+        build_optimizer: Function that returns the twin's optimizer of the given parameters.
+        compute_loss: Function that returns the mean loss of the twin over a batch; the first rank calls it.
+        batches: One global batch per step: tuples of tensors whose dim 0 is the batch; floating-point tensors
+            are converted to `dtype`.
+        max_norm: Maximum gradient norm. Gradients are clipped before the update, and compared after clipping.
+            Default: no clipping.
+        seed: Seed of the model.
+        dtype: Dtype of parameters and inputs.
+        device: Device of the twin.
+        tolerance: Maximum difference, absolute for values below 1, relative above. Another dtype needs
+            another tolerance; document its reason where it is set.
     """
 
     build_model: Callable[[], nn.Module]
@@ -58,12 +58,12 @@ class Subject:
     """A model under a parallel method, as the parity check sees it.
 
     Attributes:
-        step: Trains on this rank's slice of a batch (forward, backward, update) and returns the mean loss
-            over the slice, or None on a rank that does not know it. Ranks that know it must stand for equally
-            large parts of the batch. The gradients stay where `gradients` finds them.
-        gradients: Returns the full, averaged gradients by the twin's parameter names. A rank may return those
-            that it holds only; all ranks together must return all. Called by all ranks at the same time.
-        parameters: The same for the updated parameters.
+        step: Function that trains on this rank's slice of a batch (forward, backward, update) and returns the
+            mean loss over the slice, or None on a rank without the loss. Ranks with a loss must have equally
+            large parts of the batch. The gradients must be available to `gradients` afterwards.
+        gradients: Function that returns the full, averaged gradients by the twin's parameter names. A rank
+            can return a subset; all ranks together must return all. Called by all ranks at the same time.
+        parameters: Function that returns the updated parameters in the same way.
     """
 
     step: Callable[[Batch], Tensor | float | None]
@@ -80,23 +80,23 @@ def check_parity(
 ) -> list[float]:
     """Train a model under a method and its twin in this process, and assert that they agree after every step.
 
-    Every rank of the default process group calls this; the first one trains the twin, and all compare with
-    it. Without a process group it checks a method on one process.
+    Every rank of the default process group calls this; the first rank trains the twin, and all ranks compare
+    with it. Without a process group it checks a method on one process.
 
     Args:
         case: The training run.
-        apply: Applies the method to a model; on every rank the model has the same values.
-        slice_index: Which slice of each batch this rank trains on: its data-parallel rank. Default: its
-            global rank.
+        apply: Function that applies the method to a model; the model has the same values on every rank.
+        slice_index: Index of this rank's slice of each batch: its data-parallel rank. Default: its global
+            rank.
         num_slices: Number of slices of equal size: the data-parallel size. Default: the world size.
 
     Returns:
         The loss of every step under the method, over the global batch.
 
     Raises:
-        AssertionError: A loss, a gradient or a parameter differs from the twin's; the message names the step,
+        AssertionError: A loss, a gradient or a parameter differs from the twin's; the message has the step,
             the tensor and the difference.
-        ValueError: A batch cannot be cut into `num_slices` equal slices.
+        ValueError: A batch cannot be split into `num_slices` equal slices.
     """
     num_slices = _world_size() if num_slices is None else num_slices
     slice_index = (dist.get_rank() if dist.is_initialized() else 0) if slice_index is None else slice_index
@@ -117,10 +117,10 @@ def check_parity(
 
 
 def full_gradients(module: nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of a module by the names of its parameters, sharded ones (`DTensor`) made full.
+    """Return the full gradients of a module by parameter name; sharded ones (`DTensor`) are gathered.
 
-    Names are those of the bare model: what DDP, `torch.compile` and checkpoint wrappers put before them is
-    removed. Parameters without a gradient are left out. All ranks of a sharded module call this together.
+    Names are the names in the bare model, without the prefixes of DDP, `torch.compile` and checkpoint
+    wrappers. Parameters without a gradient are omitted. Collective for a sharded module.
     """
     return {
         _bare_name(name): _full(param.grad)
@@ -130,23 +130,23 @@ def full_gradients(module: nn.Module) -> dict[str, Tensor]:
 
 
 def full_parameters(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters of a module by name, as `full_gradients` does."""
+    """Return the full parameters of a module by name; see `full_gradients`."""
     return {_bare_name(name): _full(param) for name, param in module.named_parameters()}
 
 
 def _build(case: ParityCase) -> nn.Module:
-    with torch.random.fork_rng(devices=[]):  # it is built on the CPU, whatever the device
+    with torch.random.fork_rng(devices=[]):  # the model is built on the CPU for every device
         torch.manual_seed(case.seed)
         model = case.build_model()
     return model.to(device=case.device, dtype=case.dtype)
 
 
 class _Twin:
-    """The model that one process trains: on the first rank, which tells the others what became of it.
+    """The twin, which the first rank trains; the results are broadcast to all ranks.
 
     Args:
         case: The training run.
-        model: What it is a copy of; on every rank, for names and shapes.
+        model: The original model; used on every rank for names and shapes.
     """
 
     def __init__(self, case: ParityCase, model: nn.Module) -> None:
@@ -161,7 +161,7 @@ class _Twin:
         """Train on a global batch; return the loss, the gradients and the updated parameters; collective."""
         sizes = [shape.numel() for shape in self._shapes.values()]
         if self._module is not None:
-            with torch.random.fork_rng(devices=[]):  # the other ranks draw nothing meanwhile
+            with torch.random.fork_rng(devices=[]):  # the other ranks draw no random numbers
                 told = self._step(batch)
         else:
             told = torch.empty(1 + len(sizes) + 2 * sum(sizes), dtype=torch.float64, device=self._case.device)
@@ -180,7 +180,7 @@ class _Twin:
         return loss[0], {name: gradients[name] for name, has_one in kept if has_one}, parameters
 
     def _step(self, batch: Batch) -> Tensor:
-        """Return the loss, which parameters have a gradient, all gradients and all parameters, end to end."""
+        """Return loss, mask of parameters with gradients, gradients and parameters, concatenated."""
         assert self._module is not None, "the first rank has it"
         params = list(self._module.parameters())
         self._optimizer.zero_grad()
@@ -216,7 +216,7 @@ def _world_size() -> int:
 
 
 def _mean_over_ranks(loss: Tensor | float | None, device: str | torch.device) -> float:
-    """Average the losses of the ranks that know one."""
+    """Average the losses of the ranks that have one; all ranks join the all-reduce."""
     known = [] if loss is None else [float(loss.detach() if isinstance(loss, Tensor) else loss)]
     total = torch.tensor([sum(known), len(known)], dtype=torch.float64, device=device)
     if dist.is_initialized():
@@ -229,7 +229,7 @@ def _mean_over_ranks(loss: Tensor | float | None, device: str | torch.device) ->
 def _compare_all(
     what: str, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
 ) -> None:
-    """Compare by name what this rank holds, and see that all ranks together hold everything."""
+    """Compare this rank's tensors by name, and check that all ranks together hold all tensors."""
     held = [sorted(actual)]
     if dist.is_initialized():
         held = gather_values(sorted(actual))
@@ -248,7 +248,7 @@ def _compare(what: str, actual: Tensor, expected: Tensor, tolerance: float) -> N
         raise AssertionError(f"{what} has shape {tuple(actual.shape)}, the twin's {tuple(expected.shape)}")
     actual, expected = actual.detach().cpu().double(), expected.detach().cpu().double()
     error = (actual - expected).abs() / expected.abs().clamp(min=1.0)
-    wrong = ~(error <= tolerance)  # so, and not with >, a NaN on either side is wrong, too
+    wrong = ~(error <= tolerance)  # unlike error > tolerance, this is also true for NaN
     if wrong.any():
         raise AssertionError(
             f"{what} differs by {error.max().item():.3g} (allowed {tolerance:g}), "
@@ -261,14 +261,14 @@ def _bare_name(name: str) -> str:
 
 
 def _full(tensor: Tensor) -> Tensor:
-    """Return a copy of the whole tensor, so that a later step does not change it."""
+    """Return a copy of the full tensor, which later steps do not change."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(tensor, DTensor):
         reachable: Tensor = tensor
         if tensor.device.type != "cpu":
             backend = tensor.device_mesh.get_group(0)._get_backend(tensor.device).name()
-            # Over gloo torch 2.11 takes an accelerator's memory for the host's, and the process dies.
+            # With gloo, torch 2.11 treats accelerator memory as host memory, and the process crashes.
             reachable = tensor.cpu() if backend == "gloo" else tensor
         assert isinstance(reachable, DTensor), "only its memory is somewhere else"
         tensor = reachable.full_tensor()

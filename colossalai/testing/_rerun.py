@@ -1,4 +1,4 @@
-"""Run a function again when it fails for a reason not its own, such as a port that was taken meanwhile."""
+"""Decorators that rerun a function after an unrelated failure, such as a port that is in use."""
 
 import functools
 import re
@@ -10,8 +10,7 @@ from colossalai.logging import get_dist_logger
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# As gloo, the store, the socket module and `colossalai.launch` say it; the exceptions of ranks carry their
-# text.
+# Messages of gloo, the store, the socket module and `colossalai.launch`; exceptions of ranks contain them.
 _ADDRESS_IN_USE = r"EADDRINUSE|[Aa]ddress already in use|port \d+ is held by"
 
 
@@ -21,10 +20,9 @@ def rerun_on_exception(
     """Run the decorated function again when it raises a certain exception.
 
     Args:
-        exception_type: Exceptions of this type lead to another try; all others pass through.
-        pattern: If given, only those whose text contains this regular expression.
-        max_try: How often the function runs at most; None for as often as it takes. The last exception passes
-            through.
+        exception_type: Type of the exceptions that lead to another try; all others are raised.
+        pattern: Regular expression that the text of the exception must contain. Default: any text.
+        max_try: Maximum number of tries; None for no limit. The last exception is raised.
 
     Raises:
         ValueError: `max_try` is not at least 1, or `exception_type` is not an exception type.
@@ -58,9 +56,9 @@ def rerun_on_exception(
 
 
 def rerun_if_address_is_in_use(max_try: int | None = 5) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Run the decorated function again, and so with another free port, when its port was taken meanwhile.
+    """Run the decorated function again, which then uses another free port, if its port is in use.
 
     Args:
-        max_try: How often the function runs at most; None for as often as it takes.
+        max_try: Maximum number of tries; None for no limit.
     """
     return rerun_on_exception(Exception, _ADDRESS_IN_USE, max_try)

@@ -1,4 +1,4 @@
-"""`spawn`: run a function on several ranks of this machine, each a process of its own."""
+"""`spawn`: run a function on several ranks of this machine, one process per rank."""
 
 import os
 from collections.abc import Callable
@@ -13,10 +13,9 @@ from colossalai.cluster import free_port
 def spawn(func: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
     """Call `func(rank=..., world_size=nprocs, port=..., **kwargs)` in `nprocs` new processes, and wait.
 
-    The function launches the job itself, with the rank, the world size and the (free) port that it is given.
-    Each process is a new interpreter, so a script that calls `spawn` does it under `if __name__ ==
-    "__main__":`. The processes share the cores of the machine, unless OMP_NUM_THREADS says how many threads
-    each may use.
+    The function launches the job itself, with the rank, the world size and the (free) port of its arguments.
+    Each process is a new interpreter, so a script must call `spawn` under `if __name__ == "__main__":`. The
+    processes share the cores of the machine, unless OMP_NUM_THREADS sets the number of threads of each.
 
     Args:
         func: A function at the top level of a module.
@@ -24,10 +23,10 @@ def spawn(func: Callable[..., Any], nprocs: int = 1, **kwargs: Any) -> None:
         **kwargs: Further arguments of `func`, picklable.
 
     Raises:
-        ValueError: `nprocs` is below 1, or `kwargs` holds a name that `spawn` gives itself.
+        ValueError: `nprocs` is below 1, or `kwargs` holds an argument that `spawn` passes itself.
         torch.multiprocessing.ProcessRaisedException: A process raised (the message has its traceback); the
-            others have been ended.
-        torch.multiprocessing.ProcessExitedException: A process was killed or left with an error code.
+            other processes are terminated.
+        torch.multiprocessing.ProcessExitedException: A process was killed or exited with an error code.
     """
     if nprocs < 1:
         raise ValueError(f"nprocs is {nprocs}; it must be at least 1")
