@@ -1,4 +1,4 @@
-"""ColoTensor: existing models cut by annotating their parameters."""
+"""ColoTensor: tensor parallelism of existing models by annotation of their parameters."""
 
 from colossalai.tensor.colo._cut import as_memory as as_memory
 from colossalai.tensor.colo._cut import cut_of as cut_of

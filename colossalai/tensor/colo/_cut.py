@@ -1,12 +1,12 @@
-"""The cut of a value while functions compute with it, and the way from one cut to another.
+"""Sharding of a value within a function call, and conversion between shardings.
 
 [Note: gradients of cut values]
-The tensor-parallel ranks compute the same: a whole value is the same on all of them, and so is its gradient.
-Of a cut value each rank has a slice, and the same slice of its gradient. So what turns one into the other
-is a conjugate pair: slices are gathered, and the backward keeps this rank's slice of the gradient; a whole is
-cut, and the backward gathers. A whole value that every rank uses with its own slice of another one gets a
-term of its gradient on each: the backward sums (`used_apart`). A sum of which each rank has a term is
-reduced, and its gradient is that of every term.
+The tensor-parallel ranks run the same computation: a full value is equal on all ranks, as is its gradient.
+Each rank has a slice of a sharded value, and the same slice of its gradient. So conversions are conjugate
+pairs: slices are gathered, and the backward keeps this rank's slice of the gradient; a full value is sliced,
+and the backward gathers. If every rank uses a full value with its slice of another value, each rank has a
+term of the gradient, and the backward sums them (`used_apart`). Terms of a sum are reduced, and the gradient
+of the sum is the gradient of every term.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,11 +31,11 @@ CUT, COMPUTE_SPEC = "_cut", "_compute_spec"  # fields of a ColoTensor, which pla
 
 @dataclass(frozen=True)
 class TensorCut:
-    """Along which dimension the tensor-parallel ranks of a group share a tensor.
+    """Sharding of a tensor over the tensor-parallel ranks of a group.
 
     Attributes:
-        dim: The dimension, counted from the front.
-        group: The ranks.
+        dim: Sharded dimension, not negative.
+        group: Process group of the ranks.
     """
 
     dim: int
@@ -43,17 +43,17 @@ class TensorCut:
 
     @property
     def axis(self) -> Axis:
-        """The ranks, to communicate along."""
+        """Axis of the ranks, for communication."""
         return self.group.tp_axis
 
 
 @dataclass(frozen=True)
 class Sliced:
-    """What a rule returns for a result of which each rank has a slice.
+    """Result of a rule that is sharded over the ranks.
 
     Attributes:
         value: This rank's slice, a plain tensor.
-        cut: How it is cut.
+        cut: Sharding of the result.
     """
 
     value: torch.Tensor
@@ -65,10 +65,10 @@ _is_memory: ContextVar[bool] = ContextVar("_is_memory", default=False)
 
 @contextmanager
 def as_memory(is_memory: bool = True) -> Iterator[None]:
-    """Let ColoTensors be this rank's memory within the block: no rules, and nothing is gathered.
+    """Treat ColoTensors as this rank's memory within the block, without rules and gathers.
 
-    For the package itself, which asks parameters for their specs; functions of a user that it calls in the
-    block (a closure) run with `as_memory(False)`.
+    For the package itself, which reads the specs of parameters. User functions that it calls in the block
+    (a closure) run with `as_memory(False)`.
     """
     token = _is_memory.set(is_memory)
     try:
@@ -78,12 +78,12 @@ def as_memory(is_memory: bool = True) -> Iterator[None]:
 
 
 def are_memory() -> bool:
-    """Return whether this is in a block of `as_memory`."""
+    """Return whether a block of `as_memory` is active."""
     return _is_memory.get()
 
 
 def cut_of(value: Any) -> TensorCut | None:
-    """Return how a value is cut; None for a whole one, and for what is no tensor."""
+    """Return the sharding of a value; None for a replicated tensor or another value."""
     return value.__dict__.get(CUT) if isinstance(value, torch.Tensor) else None
 
 
@@ -100,18 +100,18 @@ def tensors_in(*nests: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def whole(value: Any, own: TensorCut | None = None) -> Any:
-    """Return a value with all slices; collective if it is cut.
+    """Return the full value; collective if it is sharded.
 
     Args:
-        value: Any argument of a function; what is no tensor stays.
-        own: How it is cut, if it does not say so itself.
+        value: Any argument of a function; values that are not tensors are returned unchanged.
+        own: Sharding of a value without an attribute for it.
     """
     cut = own or cut_of(value)
     return value if cut is None else gather_forward_split_backward(value, cut.axis, cut.dim)
 
 
 def sliced(value: torch.Tensor, cut: TensorCut, own: TensorCut | None = None) -> torch.Tensor:
-    """Return this rank's slice of a value, whole or cut, along the dimension of a cut; collective then.
+    """Return this rank's slice of a value along the dimension of `cut`; collective if the value is sharded.
 
     Raises:
         ValueError: The ranks do not divide the dimension.
@@ -130,7 +130,7 @@ def sliced(value: torch.Tensor, cut: TensorCut, own: TensorCut | None = None) ->
 
 
 def used_apart(value: Any, cut: TensorCut, own: TensorCut | None = None) -> Any:
-    """Return a whole value that ranks use with slices of another; the backward sums its gradient."""
+    """Return a full value that ranks use with slices of another value; the backward sums its gradient."""
     if not isinstance(value, torch.Tensor):
         return value
     return copy_forward_reduce_backward(whole(value, own), cut.axis)

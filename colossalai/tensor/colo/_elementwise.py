@@ -1,8 +1,8 @@
-"""Rules for functions that treat each element alone, or only touch this rank's memory: the cut stays.
+"""Rules for elementwise functions, and functions that only use this rank's memory: the sharding is kept.
 
-Of several operands the cut dimension is counted from the end, as torch broadcasts. A whole operand that has
-the dimension is cut; one that has not, or one element there, is used by each rank with its own slice. Where
-operands are cut along different dimensions the rule does not hold, and all become whole.
+For several operands the sharded dimension is counted from the end, as in torch's broadcasting. A full operand
+with this dimension is sliced; without it, or with one element, each rank uses the operand with its slice. If
+operands are sharded along different dimensions, the rule does not apply, and all are gathered.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,7 +42,7 @@ _HOMES = (torch, torch.Tensor, F, torch._C._nn, torch.special)
 
 
 def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Compute with slices; an operand that is cut differently makes all whole."""
+    """Compute with slices; if the operands have different shardings, gather all of them."""
     tensors = list(tensors_in(args, kwargs.values()))
     found = {
         (cut.dim - each.dim(), each.shape[cut.dim], cut.group)
@@ -61,7 +61,7 @@ def elementwise(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping
 
 
 def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Write into this rank's slice, or into a whole tensor."""
+    """Write into this rank's slice, or into a full tensor."""
     own = cut_of(args[0])
     if own is None:
         func(args[0], *map(_whole, args[1:]), **{name: _whole(value) for name, value in kwargs.items()})
@@ -72,7 +72,7 @@ def in_place(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[st
 
 
 def as_it_is(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Return something of the same shape, cut alike."""
+    """Return a result of the same shape and sharding."""
     cut = cut_of(args[0]) if args else None
     if cut is None or kwargs.get("out") is not None:
         return NotImplemented
@@ -116,11 +116,11 @@ def _called(name: str) -> list[Any]:
 
 
 def _aligner(cut: TensorCut, size: int) -> Callable[[Any], Any]:
-    """Return what makes an operand fit a slice.
+    """Return a function that aligns an operand with a slice.
 
     Args:
-        cut: How results are cut; the dimension is counted from the end.
-        size: The extent of a slice along it.
+        cut: Sharding of the results; the dimension is counted from the end.
+        size: Extent of a slice along it.
     """
 
     def aligned(value: Any) -> Any:

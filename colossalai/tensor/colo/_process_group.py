@@ -12,14 +12,14 @@ DATA_AXIS, TENSOR_AXIS = "dp", "tp"
 class ProcessGroup:
     """The ranks of a job as a grid `dp_degree` x `tp_degree`; tensor-parallel neighbours are adjacent ranks.
 
-    It is a view: the groups are those of the job's mesh, made when they are first asked for. Where the job is
-    laid out so, it is the job's mesh itself. Two of the same degrees are equal.
+    It is a view of the job's mesh, whose groups are created on first use. If the job has the same degrees, it
+    uses the job's mesh itself. Two process groups of the same degrees are equal.
 
     Args:
-        rank: The global rank of this process, which the launch knows; another one is refused.
-        ranks: All ranks of the job, which is the default; others are refused.
-        tp_degree: Number of ranks that share a tensor; default: what `dp_degree` leaves, or 1.
-        dp_degree: Number of groups with a copy each; default: what `tp_degree` leaves.
+        rank: Global rank of this process. Default: the rank of the launch; other ranks are refused.
+        ranks: Ranks of the group. Default: all ranks of the job; other lists are refused.
+        tp_degree: Number of ranks that share a tensor. Default: world size / `dp_degree`, or 1.
+        dp_degree: Number of replicas. Default: world size / `tp_degree`.
 
     Raises:
         RuntimeError: The job has not been launched.
@@ -55,19 +55,19 @@ class ProcessGroup:
 
     @property
     def layout(self) -> Layout:
-        """The layout of a job in which the ranks work as they do here."""
+        """Layout of a job with these degrees."""
         return Layout(tensor=self.tp_degree, mode="1d") if self.tp_degree > 1 else Layout()
 
     @property
     def tp_axis(self) -> Axis:
-        """The ranks that share a tensor, as something to communicate along."""
+        """Axis of the ranks that share a tensor, for communication."""
         if TENSOR_AXIS in self.mesh.axes:
             return self.mesh.axis(TENSOR_AXIS)
         return Axis(TENSOR_AXIS, (self.mesh.rank,), self.mesh)
 
     @property
     def dp_axis(self) -> Axis:
-        """The ranks that hold the same slice."""
+        """Axis of the ranks that hold the same slice."""
         return self.mesh.axis(DATA_AXIS)
 
     def rank(self) -> int:
@@ -107,11 +107,11 @@ class ProcessGroup:
         return list(self.dp_axis.ranks)
 
     def tp_process_group(self) -> dist.ProcessGroup:
-        """Return torch's group of the ranks that share a tensor; all of them ask for it."""
+        """Return torch's group of the ranks that share a tensor; all of these ranks must call it."""
         return self.tp_axis.group
 
     def dp_process_group(self) -> dist.ProcessGroup:
-        """Return torch's group of the ranks that hold the same slice; all of them ask for it."""
+        """Return torch's group of the ranks that hold the same slice; all of these ranks must call it."""
         return self.dp_axis.group
 
     def __eq__(self, other: object) -> bool:
@@ -124,7 +124,7 @@ class ProcessGroup:
         return f"ProcessGroup(tp_degree={self.tp_degree}, dp_degree={self.dp_degree})"
 
     def __deepcopy__(self, memo: dict[int, object]) -> "ProcessGroup":
-        """Return it itself: a copy of a tensor is on the same ranks."""
+        """Return the same object: a copy of a tensor is on the same ranks."""
         return self
 
     def _key(self) -> tuple[int, int, int]:

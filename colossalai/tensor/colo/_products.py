@@ -1,4 +1,4 @@
-"""Rules for products, lookups, normalization, dropout and the loss, by how their operands are cut.
+"""Rules for products, lookups, normalization, dropout and the loss, by the sharding of their operands.
 
     product of              is                              sends
     x, w cut along out      slices of the output            nothing; the backward sums dx
@@ -6,9 +6,9 @@
     a cut along rows, b     slices of the rows              nothing; the backward sums db
     both along a batch      slices of the batch             nothing
 
-An operand that is whole where a slice is needed is cut, one that is cut elsewhere is gathered first
-(1909.08053 for the pairs of column and row products). What stands in for the weight of a parameter says
-whether a sliced output is gathered (`ComputeSpec.output_replicate`). See [Note: gradients of cut values].
+A full operand is sliced if a rule needs a slice, and an operand with another sharding is gathered first
+(1909.08053 for the pairs of column and row products). The compute spec of the weight determines whether a
+sliced output is gathered (`ComputeSpec.output_replicate`). See [Note: gradients of cut values].
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -32,7 +32,7 @@ _REDUCTIONS = ("none", "mean", "sum")
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, cut_a: TensorCut | None, cut_b: TensorCut | None) -> Any:
-    """Return `a @ b` of two tensors with two or more dimensions, of which one is cut at least."""
+    """Return `a @ b` of two tensors with two or more dimensions, at least one of them sharded."""
     cut = cut_a or cut_b
     assert cut is not None, "one operand is cut"
     group, last_a, row_b = cut.group, a.dim() - 1, b.dim() - 2
@@ -83,7 +83,7 @@ def _addmm(func: Func, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _plus(product: Any, bias: torch.Tensor | None) -> Any:
-    """Return the sum of a product, whole or a slice, and what is broadcast to its shape."""
+    """Return the sum of a full or sliced product and a bias that is broadcast to its shape."""
     if product is NotImplemented or bias is None:
         return product
     if isinstance(product, torch.Tensor):
@@ -97,9 +97,9 @@ def _plus(product: Any, bias: torch.Tensor | None) -> Any:
 
 
 def _as_asked(result: Any, *weights: Any) -> Any:
-    """Return a result as the compute specs of its weights say: whole, unless one wants it as it is.
+    """Gather a sliced result, unless the compute spec of a weight keeps it sliced.
 
-    Between values that are no parameters a slice stays a slice.
+    Without parameters among the operands, a sliced result is not gathered.
     """
     specs = [vars(weight).get(COMPUTE_SPEC) for weight in weights if isinstance(weight, torch.Tensor)]
     asked = [spec.output_replicate for spec in specs if spec is not None]
@@ -128,26 +128,27 @@ def _embedding(func: Func, args: Args, kwargs: Kwargs) -> Any:
     places, is_here = _in_slice(ids, weight.shape[0], cut, "ids", "rows")
     counts = is_here if padding is None else is_here & (ids != padding)
     rows = F.embedding(places, weight)
-    rows = torch.where(counts[..., None], rows, rows.detach())  # what counts has a gradient
+    rows = torch.where(counts[..., None], rows, rows.detach())  # only the counted rows have a gradient
     return reduce_forward_copy_backward(rows * is_here[..., None], cut.axis)
 
 
 def _in_slice(
     numbers: torch.Tensor, size: int, cut: TensorCut, what: str, of: str, ignored: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the places of rows or classes in this rank's slice, any for those elsewhere, and which it has.
+    """Return local indices of rows or classes in this rank's slice, and the mask of those in the slice.
 
-    On a CPU all numbers are looked at. An accelerator would have to be waited for: there one that no rank has
-    is not replaced, so that the kernel asserts, as in one process. The ranks have the same numbers, and raise
-    all or none, before anything is sent.
+    Local indices of rows on other ranks are arbitrary but valid. On a CPU all indices are checked. On an
+    accelerator a check would synchronize with the host, so an index that is out of range on all ranks is
+    not replaced, and the kernel asserts as in one process. The ranks have the same indices, so all of them
+    raise or none, before any communication.
 
     Args:
-        numbers: Of the rows or classes.
-        size: How many the slice has.
-        cut: How the whole is cut.
-        what: What the numbers are, for the message.
-        of: What they number.
-        ignored: A number that does not count, wherever it is.
+        numbers: Global indices of the rows or classes.
+        size: Number of rows or classes in the slice.
+        cut: Sharding of the full tensor.
+        what: Name of the indices in the message.
+        of: Name of the rows or classes in the message.
+        ignored: Index that is ignored and not checked.
 
     Raises:
         IndexError: A number is negative, or too large, as in torch.
@@ -181,13 +182,13 @@ def _dropout(func: Func, args: Args, kwargs: Kwargs) -> Any:
     if cut is None:
         return NotImplemented
     named = dict(zip(("input", "p", "training"), args, strict=False)) | dict(kwargs)
-    # Slices differ between the ranks, and so must what is drawn for them.
+    # Slices differ between the ranks, so the ranks must draw different random numbers.
     with drawing_apart(only_if_drawn=True) if named.get("training", True) else nullcontext():
         return Sliced(func(*args, **kwargs), cut)
 
 
 def _cross_entropy(func: Func, args: Args, kwargs: Kwargs) -> Any:
-    """The loss over classes that are cut, of targets (N, ...) that are class numbers, in the mean or sum.
+    """Return the loss over sharded classes with class indices (N, ...) as targets, as mean or sum.
 
     With x_k the logits and t the target: log sum_k exp(x_k) - x_t, in which both sums are over all slices.
     """

@@ -1,7 +1,7 @@
-"""How a ColoTensor is distributed and used: dist spec, compute spec, and both with their process group.
+"""Specs of a ColoTensor: dist spec, compute spec, and both with their process group.
 
-All three are what users write. What they come to is a `ShardingSpec` over the mesh of the process group,
-which the rest of the package asks.
+Users write these specs. The package converts them to a `ShardingSpec` over the mesh of the process group,
+from which all other modules read the sharding.
 """
 
 from abc import ABC, abstractmethod
@@ -14,11 +14,11 @@ from colossalai.tensor.colo._process_group import TENSOR_AXIS, ProcessGroup
 
 
 class DistSpec(ABC):
-    """Base of the ways in which tensor-parallel ranks hold a tensor: `ShardSpec` or `ReplicaSpec`."""
+    """Base class of the distribution of a tensor over tensor-parallel ranks: `ShardSpec` or `ReplicaSpec`."""
 
     @abstractmethod
     def cut_dim(self, num_dims: int, group: ProcessGroup) -> int | None:
-        """Return the dimension that is cut of a tensor of `num_dims`, None if every rank has all of it.
+        """Return the sharded dimension of a tensor of `num_dims`, None if it is replicated.
 
         Raises:
             ValueError: The spec does not fit the tensor, or the `group`.
@@ -27,7 +27,7 @@ class DistSpec(ABC):
 
 @dataclass(frozen=True)
 class ReplicaSpec(DistSpec):
-    """Every tensor-parallel rank holds the whole."""
+    """Every tensor-parallel rank holds the full tensor."""
 
     def cut_dim(self, num_dims: int, group: ProcessGroup) -> int | None:
         """See the base class."""
@@ -39,8 +39,8 @@ class ShardSpec(DistSpec):
     """Each tensor-parallel rank holds an equal part along one dimension.
 
     Attributes:
-        dims: The dimension, in a list; negative ones count from the end.
-        num_partitions: The number of parts, in a list: that of the tensor-parallel ranks.
+        dims: List with the dimension; negative ones count from the end.
+        num_partitions: List with the number of parts, which equals the number of tensor-parallel ranks.
 
     Raises:
         ValueError: `dims` and `num_partitions` do not have one entry each.
@@ -72,7 +72,7 @@ class ShardSpec(DistSpec):
 
 
 class ComputePattern(Enum):
-    """By which kind of tensor parallelism functions use a parameter."""
+    """Kind of tensor parallelism of a parameter."""
 
     TP1D = 0
     TP2D = 1
@@ -81,14 +81,14 @@ class ComputePattern(Enum):
 
 
 class ComputeSpec:
-    """How functions use a parameter that is cut.
+    """Use of a sharded parameter in functions.
 
     Args:
         compute_pattern: The kind of tensor parallelism.
 
     Attributes:
         compute_pattern: As given.
-        output_replicate: Whether what a function makes with it is gathered where each rank has a part.
+        output_replicate: Whether sharded outputs of functions with this parameter are gathered.
 
     Raises:
         NotImplementedError: `compute_pattern` is another one than `TP1D`.
@@ -105,7 +105,7 @@ class ComputeSpec:
         self.output_replicate = True
 
     def set_output_replicate(self, flag: bool = True) -> None:
-        """Say whether outputs are gathered; False leaves each rank its part, for a function that takes it."""
+        """Set whether outputs are gathered; with False each rank keeps its slice for the next function."""
         self.output_replicate = flag
 
     def __repr__(self) -> str:
@@ -114,12 +114,12 @@ class ComputeSpec:
 
 @dataclass(frozen=True)
 class ColoTensorSpec:
-    """All that a ColoTensor knows beyond its values.
+    """Metadata of a ColoTensor.
 
     Attributes:
-        pg: The process group.
-        dist_attr: How the tensor-parallel ranks hold it.
-        compute_attr: How functions use it; None: as they find it.
+        pg: Process group.
+        dist_attr: Distribution over the tensor-parallel ranks.
+        compute_attr: Compute spec, or None.
     """
 
     pg: ProcessGroup
@@ -128,7 +128,7 @@ class ColoTensorSpec:
 
 
 def sharding_spec(whole_shape: Sequence[int], dim: int, group: ProcessGroup) -> ShardingSpec:
-    """Return the spec of a tensor that is cut along `dim`.
+    """Return the spec of a tensor that is sharded along `dim`.
 
     Raises:
         ValueError: The tensor-parallel ranks do not divide `whole_shape[dim]`.

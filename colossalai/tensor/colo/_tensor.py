@@ -1,11 +1,11 @@
-"""ColoTensor: a tensor of which tensor-parallel ranks hold slices, and which functions of torch take as one.
+"""ColoTensor: a tensor sharded over tensor-parallel ranks that functions of torch accept.
 
-[Note: what a function gets]
-The class of a ColoTensor is asked by every function of torch that gets one (`__torch_function__`). A function
-with a rule (`_products.py`, `_elementwise.py`, `_views.py`) computes with slices. One without gets whole
-arguments, and says so once. So results are those of one process, whatever is called; rules make it fast. A
-result that is whole is a plain tensor. What asks for no values (shape, dtype, `.grad`, `.data`) is answered
-of the slice.
+[Note: arguments of a function]
+Every function of torch with a ColoTensor argument is dispatched to its class (`__torch_function__`). A
+function with a rule (`_products.py`, `_elementwise.py`, `_views.py`) computes with slices. A function without
+one is called with full arguments, and this is logged once. So every function returns the results of one
+process; rules make it fast. A full result is a plain tensor. Functions that read no values (shape, dtype,
+`.grad`, `.data`) refer to the slice.
 """
 
 import copy
@@ -44,17 +44,17 @@ from colossalai.tensor.colo._specs import (
 )
 
 RULES: Mapping[Any, _elementwise.Rule] = dict((*_elementwise.rules(), *_views.rules(), *_products.rules()))
-"""Each function that computes with slices, and how."""
+"""The rule of each function that computes with slices."""
 
 _GROUP = "_process_group"
 
 
 class ColoTensor(torch.Tensor):
-    """A tensor that tensor-parallel ranks share; `shape` is that of this rank's slice.
+    """A tensor that is sharded over tensor-parallel ranks; `shape` is the shape of this rank's slice.
 
     Args:
         data: This rank's slice.
-        spec: How the ranks hold it; default: every rank has all of it.
+        spec: Distribution of the tensor. Default: replicated.
     """
 
     @staticmethod
@@ -72,9 +72,10 @@ class ColoTensor(torch.Tensor):
 
         Args:
             tensor: The slice.
-            spec: How the ranks hold the whole.
-            requires_grad: Whether it has a gradient; False takes it out of the graph of `tensor`. Default:
-                as `tensor`; a `ColoParameter` that is made of a tensor, not of a parameter, has one.
+            spec: Distribution of the full tensor.
+            requires_grad: Whether the result requires a gradient; False detaches it from the graph of
+                `tensor`. Default: as `tensor`, but True for a `ColoParameter` from a tensor that is not a
+                parameter.
 
         Raises:
             ValueError: `spec` does not fit `tensor`.
@@ -94,12 +95,12 @@ class ColoTensor(torch.Tensor):
 
     @classmethod
     def _on(cls, tensor: torch.Tensor) -> Self:
-        """Return one on the memory of a plain tensor, and of its graph."""
+        """Return a ColoTensor with the memory and the graph of a plain tensor."""
         return tensor.as_subclass(cls)
 
     @classmethod
     def _is_trained(cls, tensor: torch.Tensor) -> bool:
-        """Return whether one on the memory of a tensor without a gradient has one."""
+        """Return whether a ColoTensor from a tensor that does not require a gradient requires one."""
         return False
 
     @classmethod
@@ -110,10 +111,10 @@ class ColoTensor(torch.Tensor):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch that gets one; see [Note: what a function gets]."""
+        """Call a function of torch with a ColoTensor argument; see [Note: arguments of a function]."""
         kwargs = kwargs or {}
         if any(issubclass(each, FullPrecisionTensor) for each in types):
-            return NotImplemented  # that one calls again, with ordinary tensors in its place
+            return NotImplemented  # the other class calls again, with plain tensors in its place
         if func in _OF_THE_SLICE or are_memory():
             with torch._C.DisableTorchFunctionSubclass():
                 result = func(*args, **kwargs)
@@ -134,27 +135,27 @@ class ColoTensor(torch.Tensor):
 
     @property
     def process_group(self) -> ProcessGroup:
-        """The ranks; all of the job, each with the whole, where nobody has said another one."""
+        """Process group of the tensor. Default: all ranks of the job, each with the full tensor."""
         group = vars(self).get(_GROUP)
         return ProcessGroup(tp_degree=1) if group is None else group
 
     @property
     def dist_spec(self) -> DistSpec:
-        """How the tensor-parallel ranks hold it."""
+        """Distribution over the tensor-parallel ranks."""
         cut = cut_of(self)
         return ReplicaSpec() if cut is None else ShardSpec([cut.dim], [cut.axis.size])
 
     @property
     def compute_spec(self) -> ComputeSpec | None:
-        """How functions use it; None: as they find it."""
+        """Compute spec, or None."""
         return vars(self).get(COMPUTE_SPEC)
 
     def get_process_group(self) -> ProcessGroup:
-        """Return the ranks."""
+        """Return the process group."""
         return self.process_group
 
     def get_tp_world_size(self) -> int:
-        """Return the number of ranks that share it."""
+        """Return the number of ranks that share the tensor."""
         return self.process_group.tp_world_size()
 
     def get_dp_world_size(self) -> int:
@@ -162,20 +163,20 @@ class ColoTensor(torch.Tensor):
         return self.process_group.dp_world_size()
 
     def is_replicate(self) -> bool:
-        """Return whether every rank has all of it."""
+        """Return whether the tensor is replicated."""
         return cut_of(self) is None
 
     def is_sharded(self) -> bool:
-        """Return whether a rank has a slice."""
+        """Return whether the tensor is sharded."""
         return cut_of(self) is not None
 
     def is_shard_1drow(self) -> bool:
-        """Return whether its first dimension is cut."""
+        """Return whether the first dimension is sharded."""
         cut = cut_of(self)
         return cut is not None and cut.dim == 0
 
     def is_shard_1dcol(self) -> bool:
-        """Return whether its last dimension is cut."""
+        """Return whether the last dimension is sharded."""
         cut = cut_of(self)
         return cut is not None and cut.dim == self.dim() - 1
 
@@ -184,19 +185,19 @@ class ColoTensor(torch.Tensor):
         return self.shape if dim is None else self.shape[dim]
 
     def size_global(self, dim: int | None = None) -> torch.Size | int:
-        """Return the shape of the whole, or one extent of it."""
+        """Return the shape of the full tensor, or one extent of it."""
         shape = torch.Size(_whole_shape(self.shape, cut_of(self)))
         return shape if dim is None else shape[dim]
 
     def numel_global(self) -> int:
-        """Return the number of elements of the whole."""
+        """Return the number of elements of the full tensor."""
         return torch.Size(_whole_shape(self.shape, cut_of(self))).numel()
 
     def set_process_group(self, pg: ProcessGroup) -> None:
-        """Say which ranks share it, before it is cut; to say the same again is nothing.
+        """Set the process group, before the tensor is sharded; setting the same group again has no effect.
 
         Raises:
-            ValueError: The tensor is cut over a group that is not `pg`.
+            ValueError: The tensor is sharded over a group that is not `pg`.
         """
         cut = cut_of(self)
         if cut is not None and cut.group != pg:
@@ -207,7 +208,7 @@ class ColoTensor(torch.Tensor):
         vars(self)[_GROUP] = pg
 
     def set_dist_spec(self, dist_spec: DistSpec) -> None:
-        """Let the ranks hold it in another way, in place; autograd records it. Collective over those.
+        """Redistribute the tensor in place; autograd records it. Collective over the ranks.
 
         Raises:
             ValueError: `dist_spec` does not fit the tensor.
@@ -228,7 +229,7 @@ class ColoTensor(torch.Tensor):
         self._set_cut(cut)
 
     def set_tensor_spec(self, dist_spec: DistSpec, compute_spec: ComputeSpec | None = None) -> None:
-        """Let the ranks hold it in another way, and functions use it so; as `set_dist_spec`.
+        """Redistribute the tensor as in `set_dist_spec`, and set its compute spec.
 
         Raises:
             ValueError: `dist_spec` does not fit the tensor.
@@ -238,10 +239,10 @@ class ColoTensor(torch.Tensor):
             vars(self)[COMPUTE_SPEC] = compute_spec
 
     def redistribute(self, dist_spec: DistSpec, pg: ProcessGroup | None = None) -> "ColoTensor":
-        """Return it held in another way; autograd records it. Collective over the ranks.
+        """Return the tensor with another distribution; autograd records it. Collective over the ranks.
 
         Raises:
-            ValueError: `dist_spec` does not fit the tensor, or `pg` is not the group it is cut over.
+            ValueError: `dist_spec` does not fit the tensor, or `pg` is not the group of its shards.
         """
         group = self.process_group if pg is None else pg
         own = cut_of(self)
@@ -255,11 +256,11 @@ class ColoTensor(torch.Tensor):
         return made
 
     def to_replicate(self) -> "ColoTensor":
-        """Return the whole, on every rank; autograd records it. Collective over the ranks."""
+        """Return the full tensor on every rank; autograd records it. Collective over the ranks."""
         return self.redistribute(ReplicaSpec())
 
     def to_replicate_(self) -> None:
-        """Become the whole, on every rank; autograd records it. Collective over the ranks."""
+        """Gather the full tensor on every rank, in place; autograd records it. Collective over the ranks."""
         self.set_dist_spec(ReplicaSpec())
 
     def _set_cut(self, cut: TensorCut | None) -> None:
@@ -300,12 +301,12 @@ class ColoTensor(torch.Tensor):
 
 
 class ColoParameter(ColoTensor, nn.Parameter):
-    """A parameter that tensor-parallel ranks share: a `torch.nn.Parameter` with this rank's slice.
+    """A `torch.nn.Parameter` that is sharded over tensor-parallel ranks, with this rank's slice.
 
     Args:
         data: This rank's slice.
-        requires_grad: Whether it is trained.
-        spec: How the ranks hold the whole; default: every rank has all of it.
+        requires_grad: Whether the parameter requires a gradient.
+        spec: Distribution of the full parameter. Default: replicated.
     """
 
     @staticmethod
@@ -328,7 +329,7 @@ class ColoParameter(ColoTensor, nn.Parameter):
 
     @classmethod
     def _on(cls, tensor: torch.Tensor) -> Self:
-        """See the base class; a leaf."""
+        """See the base class; the result is a leaf."""
         made: Self = torch.Tensor._make_subclass(cls, tensor.detach(), tensor.requires_grad)
         return made
 
@@ -349,9 +350,9 @@ class DistSpecManager:
 
         Args:
             tensor: This rank's part.
-            old_dist_spec: How it is held.
-            dist_spec: How it is to be held.
-            pg: The ranks.
+            old_dist_spec: Current distribution.
+            dist_spec: New distribution.
+            pg: Process group.
 
         Raises:
             ValueError: A spec does not fit `tensor`.
@@ -361,13 +362,13 @@ class DistSpecManager:
 
     @staticmethod
     def no_grad() -> AbstractContextManager[None]:
-        """Return a block in which conversions are not recorded."""
+        """Return a context in which autograd does not record conversions."""
         return torch.no_grad()
 
 
 def as_colo_parameter(param: nn.Parameter, group: ProcessGroup | None = None) -> ColoParameter:
-    """Let a parameter that others hold already be a ColoParameter: the same object, of another class."""
-    # In place, since optimizers, tied modules and lists of modules hold it.
+    """Convert a parameter to a ColoParameter in place, by a change of its class."""
+    # In place, since optimizers, tied modules and lists of modules hold references to it.
     if type(param) is nn.Parameter:
         param.__class__ = ColoParameter
     assert isinstance(param, ColoParameter), f"a {type(param).__name__} cannot become a ColoParameter"
@@ -377,22 +378,22 @@ def as_colo_parameter(param: nn.Parameter, group: ProcessGroup | None = None) ->
 
 
 def as_plain_parameter(param: nn.Parameter) -> None:
-    """Let a ColoParameter that is whole be an ordinary one, at the speed of one: the same object."""
+    """Convert a replicated ColoParameter to a plain parameter in place, without the dispatch overhead."""
     if type(param) is ColoParameter and cut_of(param) is None:
         cast(Any, param).__class__ = nn.Parameter
 
 
 def memory_scope(tensors: Iterable[torch.Tensor]) -> Callable[[], AbstractContextManager[None]]:
-    """Return the context in which tensors are this rank's memory: `as_memory`, if there is a ColoTensor."""
+    """Return `as_memory` if one of the tensors is a ColoTensor, otherwise a null context."""
     are_colo = any(isinstance(tensor, ColoTensor) or cut_of(tensor) is not None for tensor in tensors)
     return as_memory if are_colo else nullcontext
 
 
 def process_group_of(model: nn.Module) -> ProcessGroup | None:
-    """Return the ranks over which a user has cut the parameters of a model; None where nobody has.
+    """Return the process group of a model's sharded ColoParameters; None if it has none.
 
     Raises:
-        ValueError: Parameters of `model` are cut over different groups.
+        ValueError: Parameters of `model` are sharded over different groups.
     """
     groups = {
         cut.group: name for name, param in model.named_parameters() if (cut := cut_of(param)) is not None
@@ -404,7 +405,7 @@ def process_group_of(model: nn.Module) -> ProcessGroup | None:
 
 
 def follow_cut(value: torch.Tensor, param: torch.Tensor) -> torch.Tensor:
-    """Return a view of other memory that stands in for a parameter, cut as that is."""
+    """Return a view of `value` that replaces a parameter, with the sharding of the parameter."""
     if cut_of(param) is None:
         return value
     made = value.as_subclass(ColoTensor)
@@ -421,7 +422,7 @@ def _rebuilt(
 
 
 def _own_compute_spec(tensor: ColoTensor, memo: dict[int, Any] | None = None) -> dict[str, ComputeSpec]:
-    """Return the field of a tensor's compute spec for a copy of it, which can be changed by itself."""
+    """Return the compute-spec field for a copy of a tensor: an independent copy of the spec."""
     spec = tensor.compute_spec
     return {} if spec is None else {COMPUTE_SPEC: copy.deepcopy(spec, memo)}
 
@@ -452,7 +453,7 @@ def _whole_shape(shape: torch.Size, cut: TensorCut | None) -> list[int]:
 
 
 def _wrapped(result: Any) -> Any:
-    """Return what a rule has returned, slices as ColoTensors."""
+    """Return the result of a rule, with slices as ColoTensors."""
     if isinstance(result, Sliced):
         made = result.value.as_subclass(ColoTensor)
         vars(made).update({_GROUP: result.cut.group, CUT: result.cut})
@@ -463,7 +464,7 @@ def _wrapped(result: Any) -> Any:
 
 
 def _with_whole_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Call a function that has no rule, or none for these arguments, with whole ones.
+    """Call a function without a rule for these arguments with full arguments.
 
     Raises:
         ValueError: `func` would write into a slice.
@@ -493,7 +494,7 @@ def _all_whole(value: Any) -> Any:
 
 
 _OF_THE_SLICE = ASKING_NO_VALUES | {torch.Tensor.data.__get__, torch.Tensor.data.__set__}  # type: ignore[attr-defined]
-"""Functions that are answered of the slice: they ask for no values, or for the memory itself."""
+"""Functions that refer to the slice: they read no values, or the memory itself."""
 
 _EXTENTS = frozenset([torch.Tensor.shape.__get__, torch.Tensor.size])  # type: ignore[attr-defined]
 """Functions that return extents."""

@@ -1,12 +1,12 @@
-"""Rules for views that leave the cut dimension alone: other dimensions move, join or part.
+"""Rules for views that keep the sharded dimension: other dimensions are moved, merged or split.
 
-Where a caller names extents, at the cut dimension that of the slice or of the whole will do: models compute
-them from a tensor's shape, which is that of the slice, or know them.
+A caller can pass the extent of the sharded dimension of the slice or of the full tensor: models compute it
+from a tensor's shape, which is the shape of the slice, or from their config.
 
 [Note: views with two meanings]
 Of a slice (2, 3, 2) of a whole (2, 3, 4), `x.view(-1, 2)` is (6, 2) if 2 is the slice's extent, and (12, 2)
-as in one process. With a -1 both always fit. A model that writes `x.view(-1, x.size(-1))` means the first: so
-the extent that it reads of the cut dimension is an int that says so (`SliceExtent`). Any other is refused.
+as in one process. With a -1 both always fit. A model with `x.view(-1, x.size(-1))` means the first, so the
+extent of the sharded dimension is read as a marked int (`SliceExtent`). An unmarked extent is refused.
 """
 
 import math
@@ -20,19 +20,19 @@ from colossalai.tensor.colo._elementwise import Rule
 
 
 class SliceExtent(int):
-    """The extent of a cut dimension, as read from a slice; see [Note: views with two meanings]."""
+    """Extent of the sharded dimension of a slice; see [Note: views with two meanings]."""
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
 
 
 def marked_extents(extents: Any, cut: TensorCut, dim: int | None) -> Any:
-    """Return the shape of a slice, or one extent of it, with that of the cut dimension marked.
+    """Return the shape of a slice, or one extent of it, with the sharded dimension marked.
 
     Args:
         extents: The shape, or the extent.
-        cut: How it is cut.
-        dim: Of the one extent, counted from the front.
+        cut: Sharding of the tensor.
+        dim: Dimension of a single extent, not negative.
     """
     if isinstance(extents, torch.Size):
         return torch.Size(
@@ -44,12 +44,12 @@ def marked_extents(extents: Any, cut: TensorCut, dim: int | None) -> Any:
 def local_extents(
     shape: Sequence[int], cut: TensorCut, wanted: Sequence[int]
 ) -> tuple[list[int], int] | None:
-    """Return the extents of a slice after a view, and which of them is cut; None if the view parts the cut.
+    """Return the extents of a slice after a view, and the sharded dimension; None if the view splits it.
 
     Args:
-        shape: The shape of the slice.
-        cut: How it is cut.
-        wanted: The extents that a caller asks for, one of which may be -1.
+        shape: Shape of the slice.
+        cut: Sharding of the tensor.
+        wanted: Requested extents, one of which can be -1.
 
     Raises:
         ValueError: `wanted` has two meanings; see [Note: views with two meanings].
@@ -115,7 +115,7 @@ def _expand(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def _sizes(given: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int] | None:
-    """Return the extents that were given, in one of the ways to give them."""
+    """Return the extents from any of the call forms of torch."""
     if kwargs:
         given = [kwargs.get("shape", kwargs.get("size"))]
     if len(given) == 1 and isinstance(given[0], list | tuple):
@@ -124,10 +124,10 @@ def _sizes(given: Sequence[Any], kwargs: Mapping[str, Any]) -> list[int] | None:
 
 
 def _permuted(order: Callable[..., list[int]]) -> Rule:
-    """Return the rule of a function that moves dimensions.
+    """Return the rule of a function that permutes dimensions.
 
     Args:
-        order: From the number of dimensions and the arguments of the function to the old place of each.
+        order: Function from the number of dimensions and the arguments to the old position of each dimension.
     """
 
     def rule(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,13 +1,13 @@
-"""Conversion of layouts: from any cut of a tensor over a mesh to any other one; see docs/design.
+"""Conversion of layouts: from any sharding of a tensor over a mesh to any other one; see docs/design.
 
-| word | what it is |
+| term | definition |
 | --- | --- |
 | layout | a `ShardingSpec`, and the axes along which ranks hold terms of a sum (`ShardingLayout`) |
-| placement | the axes alone, without shape and mesh: a node of the graph that is searched |
+| placement | the axes without shape and mesh: a node of the search graph |
 | move | one collective, or one local step, from a placement to another (`Move`) |
-| direct exchange | the move that brings every rank what it lacks at once (`DirectExchange`) |
-| path | moves one after the other |
-| plan | what is run: a path, with or without a direct exchange at its end (`ConversionPlan`) |
+| direct exchange | the move that sends every rank its missing boxes at once (`DirectExchange`) |
+| path | a sequence of moves |
+| plan | the steps of a conversion: a path, optionally with a direct exchange at its end (`ConversionPlan`) |
 """
 
 from colossalai.tensor.conversion._convert import convert as convert

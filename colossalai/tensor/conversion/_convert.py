@@ -1,18 +1,18 @@
 """Conversion of a tensor from a layout to another one, recorded by autograd.
 
 [Note: gradients of layouts]
-A tensor that many ranks hold has one gradient, that of one loss. In the backward
+A tensor on many ranks has one gradient, the gradient of one loss. In the backward
 
-- of a slice every rank has the gradient of that slice;
-- of a replica every rank has the same gradient, the whole one: ranks use a replica alike;
-- of a term of a sum every rank has the gradient of the sum, the same on all: d(a + b) / da is 1.
+- for a slice, every rank has the gradient of its slice;
+- for a replica, every rank has the same full gradient, since all ranks use a replica alike;
+- for a term of a sum, every rank has the gradient of the sum, the same on all ranks: d(a + b) / da is 1.
 
-So the gradient of a layout has the layout's spec and no sums, and the gradient of a conversion is that of its
-target converted to the spec of its source: the backward of an all-gather splits, that of a reduce-scatter
-gathers, that of an all-reduce does nothing, an exchange goes back. These are the conjugates
-`..._split_backward` and `..._copy_backward` of `communication`. Where ranks use a replica differently, each
-for a part of the same loss (a linear layer cut by columns does so with its input), what they find are terms
-of a sum: `partial_grads` names the axes along which that is so, and the backward adds the terms on the way.
+So the gradient of a layout has the layout's spec and no sums. The gradient of a conversion is the gradient of
+its target, converted to the spec of its source: the backward of an all-gather splits, the backward of a
+reduce-scatter gathers, the backward of an all-reduce does nothing, and an exchange is reversed. These are the
+conjugates `..._split_backward` and `..._copy_backward` of `communication`. Ranks can use a replica
+differently, each for a part of the same loss (such as the input of a column-parallel linear layer). Then
+their gradients are terms of a sum: `partial_grads` has its axes, and the backward reduces over them.
 """
 
 from collections.abc import Sequence
@@ -36,23 +36,23 @@ def convert(
 ) -> torch.Tensor:
     """Return this rank's slice of the same tensor in another layout; collective over the mesh.
 
-    It takes the plan of least cost: collectives one after the other, or a direct exchange. For gradients see
+    It runs the plan with the lowest cost: a sequence of collectives, or a direct exchange. For gradients see
     [Note: gradients of layouts].
 
     Args:
         tensor: This rank's slice.
-        source: Its layout; a spec is one without sums.
-        target: The layout that the result has. Sums of it are sums of the source, whose terms stay apart.
-        partial_grads: The axes along which the gradients of the result are terms of a sum, because the ranks
-            use it differently; none of them cuts the target.
-        planner: What finds the plan and keeps it; default: that of the mesh, which counts bytes.
+        source: Layout of `tensor`; a spec is a layout without sums.
+        target: Layout of the result. Its sums must be sums of the source; they are not reduced.
+        partial_grads: Axes along which the gradients of the result are terms of a sum, because the ranks use
+            it differently; none of them shards the target.
+        planner: Planner with the cached plans. Default: the planner of the mesh, which counts bytes.
 
     Returns:
-        The slice, contiguous; the tensor itself where both layouts are the same.
+        The slice, contiguous; the tensor itself if both layouts are the same.
 
     Raises:
-        ValueError: `tensor` has not the shape of the source's slice, `target` is of another tensor or mesh or
-            has a sum that the source has not, or `partial_grads` names an axis that cuts the target.
+        ValueError: `tensor` does not have the shape of the source's slice, `target` is of another tensor or
+            mesh or has a sum that the source lacks, or `partial_grads` has an axis that shards the target.
     """
     before, after = as_layout(source), as_layout(target)
     gradient = ShardingLayout(after.spec, tuple(partial_grads))
@@ -86,5 +86,5 @@ class _Conversion(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         gradient, of_source, finder = ctx.back
-        # A conversion itself, so that it is recorded where gradients of gradients are asked for.
+        # The backward is a conversion too, so that autograd records it for double backward.
         return convert(grad, gradient, of_source, planner=finder), None, None, None, None

@@ -1,14 +1,15 @@
-"""Direct exchange: each rank gets the boxes that it lacks, from ranks that have them, in one collective.
+"""Direct exchange: each rank receives its missing boxes, from ranks that hold them, in one collective.
 
-No path brings a rank fewer bytes: it gets what it lacks and nothing else, whatever the cuts are. Paths by
-collectives pass through layouts that nobody asked for.
+No path sends a rank fewer bytes: it receives only its missing boxes, under any sharding. Paths of collectives
+pass through intermediate layouts.
 
-[Note: who sends]
-A box that a rank lacks may be held by several ranks, the replicas of the source. Their places along the axes
-that cut the source are the box's; along all others they are every place there is. So just one of them differs
-from the receiver along the fewest axes: the one with the receiver's own place along the others. It sends.
-Receivers with other places along these axes are served by other replicas, which shares the work; and where
-ranks hold terms of a sum before and after, that one has the same term. All ranks find the same, unasked.
+[Note: sender of a box]
+Several ranks, the replicas of the source, can hold a box that another rank lacks. Their positions along the
+axes that shard the source are the positions of the box; along all other axes they have every position. So
+exactly one of them differs from the receiver along the fewest axes: the replica with the receiver's position
+along the other axes. It is the sender. Receivers with other positions along these axes have other senders,
+which shares the work; and if ranks hold terms of a sum before and after, the sender has the receiver's term.
+All ranks compute the same senders, without communication.
 """
 
 from collections import defaultdict
@@ -27,12 +28,12 @@ Boxes = tuple[Box, ...]
 
 @dataclass(frozen=True)
 class Transfer:
-    """A box that a rank gives to another one, or to itself.
+    """A box that one rank sends to another rank, or to itself.
 
     Attributes:
-        sender: The global rank that has it.
-        receiver: The global rank that gets it.
-        box: Where it lies in the global tensor.
+        sender: Global rank of the sender.
+        receiver: Global rank of the receiver.
+        box: Box of the global tensor.
     """
 
     sender: int
@@ -42,14 +43,14 @@ class Transfer:
 
 @dataclass(frozen=True)
 class DirectExchange:
-    """What this rank sends and receives; `sends` and `receives` are by position along the axes.
+    """Boxes that this rank sends and receives; `sends` and `receives` are by position along the axes.
 
     Attributes:
-        axes: The axes that boxes move along, taken together; none: this rank copies, and nothing is sent.
-        sends: For each rank the boxes of this rank's slice that go to it.
-        receives: For each rank the boxes of the new slice that come from it.
-        copies: Boxes that stay: from where in the slice, to where in the new one.
-        shape: The shape of the new slice.
+        axes: Axes of the all-to-all, flattened; empty if this rank only copies.
+        sends: Boxes of this rank's slice to send to each rank.
+        receives: Boxes of the new slice to receive from each rank.
+        copies: Local boxes: pairs of a box in the slice and its box in the new slice.
+        shape: Shape of the new slice.
     """
 
     axes: tuple[str, ...]
@@ -68,7 +69,7 @@ class DirectExchange:
             there.of(result).copy_(here.of(tensor))
         if not self.axes:
             return result
-        # A single box that is contiguous is sent, or received, where it lies; others go through a buffer.
+        # A single contiguous box is sent, or received, in place; other boxes are copied through a buffer.
         sends = [_packed(tensor, boxes) for boxes in self.sends]
         receives = [_place(result, boxes) for boxes in self.receives]
         exchange(sends, receives, mesh.axis(self.axes))
@@ -78,11 +79,11 @@ class DirectExchange:
 
 
 def transfers(source: ShardingSpec, target: ShardingSpec) -> list[Transfer]:
-    """Return which rank gives which box to which, for the whole mesh; see [Note: who sends].
+    """Return the transfers of all ranks of the mesh; see [Note: sender of a box].
 
     Args:
-        source: How the tensor is cut.
-        target: How it is to be.
+        source: Current spec of the tensor.
+        target: New spec of the tensor.
     """
     mesh = source.mesh
     ranks = range(mesh.world_size)
@@ -106,12 +107,12 @@ def transfers(source: ShardingSpec, target: ShardingSpec) -> list[Transfer]:
 
 
 def direct_exchange(source: ShardingSpec, target: ShardingSpec, moved: Sequence[Transfer]) -> DirectExchange:
-    """Return this rank's part in the exchange from one cut to another one.
+    """Return this rank's part of the exchange between two specs.
 
     Args:
-        source: How the tensor is cut.
-        target: How it is to be.
-        moved: The transfers between them.
+        source: Current spec of the tensor.
+        target: New spec of the tensor.
+        moved: Transfers of all ranks.
     """
     mesh = source.mesh
     axes = axes_between(moved, mesh)
@@ -144,7 +145,7 @@ def _boxes(spec: ShardingSpec, rank: int) -> Boxes:
 
 
 def _local(box: Box, spec: ShardingSpec, rank: int) -> Box:
-    """Return where a box of the global tensor lies in the slice of a rank that holds it."""
+    """Return the position of a box of the global tensor in the slice of a rank that holds it."""
     for region in spec.regions(rank):
         whole = Box(tuple(part.offset for part in region), tuple(part.size for part in region))
         if whole.overlap(box) == box:
@@ -162,7 +163,7 @@ def axes_between(moved: Sequence[Transfer], mesh: Mesh) -> tuple[str, ...]:
 
 
 def busiest(moved: Sequence[Transfer], world_size: int) -> int:
-    """Return the most elements that any rank sends to others, or gets from them."""
+    """Return the maximum over the ranks of the elements sent to, or received from, other ranks."""
     sent, received = [0] * world_size, [0] * world_size
     for transfer in moved:
         if transfer.sender != transfer.receiver:
@@ -172,7 +173,7 @@ def busiest(moved: Sequence[Transfer], world_size: int) -> int:
 
 
 def _packed(tensor: torch.Tensor, boxes: Boxes) -> torch.Tensor:
-    """Return the elements of boxes one after the other, without a copy where they lie so."""
+    """Return the concatenated elements of boxes, without a copy if they are contiguous."""
     if len(boxes) == 1:
         return boxes[0].of(tensor).reshape(-1)
     flat = tensor.new_empty(sum(box.numel for box in boxes))
@@ -184,14 +185,14 @@ def _packed(tensor: torch.Tensor, boxes: Boxes) -> torch.Tensor:
 
 
 def _place(result: torch.Tensor, boxes: Boxes) -> torch.Tensor:
-    """Return where boxes arrive: their own memory where they lie in one piece, else memory of its own."""
+    """Return the receive buffer of boxes: their memory in the result if it is contiguous, or a new buffer."""
     if len(boxes) == 1 and (part := boxes[0].of(result)).is_contiguous():
         return part.view(-1)
     return result.new_empty(sum(box.numel for box in boxes))
 
 
 def _unpack(received: torch.Tensor, result: torch.Tensor, boxes: Boxes) -> None:
-    """Put boxes that arrived in memory of their own into the result."""
+    """Copy boxes from a separate receive buffer into the result."""
     if received.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
         return
     offset = 0

@@ -1,7 +1,7 @@
 """Tensor layout: a sharding spec, and the axes along which the ranks hold terms of a sum.
 
-It is what torch's DTensor says by `Shard`, `Replicate` and `Partial`, with the order in which axes cut a
-dimension.
+It corresponds to the `Shard`, `Replicate` and `Partial` placements of torch's DTensor, and adds the order of
+the axes that shard a dimension.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ class AxisPlacement(NamedTuple):
     """The axes of a layout: a node of the graph of layouts. Axes of one rank are left out.
 
     Attributes:
-        dims: For each dimension the axes that cut it, the coarsest cut first.
-        partial: The axes along which ranks hold terms of a sum, outermost first.
+        dims: For each dimension the axes that shard it, outermost first.
+        partial: Axes along which ranks hold terms of a sum, outermost first.
     """
 
     dims: tuple[tuple[str, ...], ...]
@@ -29,12 +29,12 @@ class AxisPlacement(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingLayout:
-    """How the ranks of a mesh hold a tensor.
+    """Layout of a tensor over the ranks of a mesh.
 
     Attributes:
-        spec: How it is cut.
-        partial: The axes along which each rank holds a term of the same slice, whose sum is the value. They
-            are kept in the order of the mesh, without axes of one rank.
+        spec: Sharding of the tensor.
+        partial: Axes along which each rank holds a term of the same slice; the value is the sum. They are
+            stored in the order of the mesh, without axes of one rank.
     """
 
     spec: ShardingSpec
@@ -55,32 +55,32 @@ class ShardingLayout:
 
     @property
     def placement(self) -> AxisPlacement:
-        """Its axes alone."""
+        """The axes of the layout."""
         extents = self.spec.mesh.axes
         dims = tuple(tuple(axis for axis in axes if extents[axis] > 1) for axes in self.spec.dims)
         return AxisPlacement(dims, self.partial)
 
     def at(self, placement: AxisPlacement) -> "ShardingLayout":
-        """Return the layout of the same tensor, over the same mesh, by other axes."""
+        """Return the layout of the same tensor over the same mesh with other axes."""
         spec = self.spec
         moved = ShardingSpec(spec.shape, placement.dims, spec.mesh, spec.stored_as, spec.parts)
         return ShardingLayout(moved, placement.partial)
 
 
 def as_layout(layout: ShardingLayout | ShardingSpec) -> ShardingLayout:
-    """Return a layout, of a spec the one without sums."""
+    """Return a layout; a spec becomes a layout without sums."""
     return layout if isinstance(layout, ShardingLayout) else ShardingLayout(layout)
 
 
 @dataclass(frozen=True)
 class Extents:
-    """What a placement must fit: the shape of a tensor, and the axes of a mesh.
+    """Constraints of a placement: the shape of a tensor, and the axes of a mesh.
 
     Attributes:
-        shape: The global shape, as it is stored.
-        axes: The axes of more than one rank and their extents, outermost first.
-        itemsize: Bytes of an element.
-        is_cut_by_parts: Whether a dimension consists of parts that are cut each for itself.
+        shape: Global shape, as stored.
+        axes: Axes of more than one rank and their extents, outermost first.
+        itemsize: Size of an element in bytes.
+        is_cut_by_parts: Whether a dimension consists of parts that are sharded separately.
     """
 
     shape: tuple[int, ...]
@@ -89,19 +89,19 @@ class Extents:
     is_cut_by_parts: bool = False
 
     def num_ranks(self, axes: tuple[str, ...]) -> int:
-        """Return the number of ranks along axes taken together."""
+        """Return the number of ranks along the flattened axes."""
         count = 1
         for axis in axes:
             count *= self.axes[axis]
         return count
 
     def local_bytes(self, placement: AxisPlacement) -> int:
-        """Return the bytes of a rank's slice."""
+        """Return the size of a rank's slice in bytes."""
         num_bytes = self.itemsize
         for size, axes in zip(self.shape, placement.dims, strict=True):
             num_bytes *= size // self.num_ranks(axes)
         return num_bytes
 
     def largest(self, *placements: AxisPlacement) -> int:
-        """Return the bytes of the largest of a rank's slices, which is what costs of collectives ask for."""
+        """Return the size in bytes of a rank's largest slice, from which collective costs are computed."""
         return max(map(self.local_bytes, placements))

@@ -30,10 +30,10 @@ class Move:
 
     Attributes:
         op: "all_gather", "shard", "all_to_all", "all_reduce" or "reduce_scatter".
-        axes: The axes that it runs along, taken together.
-        target: The placement after it.
-        gather_dim: The dimension that grows, if one does.
-        split_dim: The dimension that shrinks, if one does.
+        axes: Axes of the collective, flattened.
+        target: Placement after the move.
+        gather_dim: Dimension that is gathered, or None.
+        split_dim: Dimension that is split, or None.
     """
 
     op: str
@@ -51,11 +51,11 @@ class Move:
         return f"{self.op} over {'*'.join(self.axes)}{of_dims}"
 
     def cost(self, costs: CollectiveCosts, num_bytes: float) -> float:
-        """Return what it costs where the larger of the slices before and after it has so many bytes."""
+        """Return the cost of the move; `num_bytes` is the larger of the slices before and after it."""
         return 0.0 if self.op == "shard" else costs.cost(self.op, num_bytes, self.axes)
 
     def run(self, tensor: torch.Tensor, mesh: Mesh) -> torch.Tensor:
-        """Return this rank's slice after it; collective, and for `shard` a view."""
+        """Return this rank's slice after the move; collective, and for `shard` a view."""
         axis = mesh.axis(self.axes)
         if self.op == "all_reduce":
             return all_reduce(tensor, axis)
@@ -70,12 +70,12 @@ class Move:
 
 
 def one_step_moves(placement: AxisPlacement, extents: Extents, *, joined: bool) -> Iterator[Move]:
-    """Yield the moves from a placement, to placements whose axes divide the shape.
+    """Yield the moves from a placement to placements whose axes divide the shape.
 
     Args:
-        placement: Where they begin.
-        extents: The shape and the mesh.
-        joined: Also those over several axes at once.
+        placement: Placement before the moves.
+        extents: Shape and mesh.
+        joined: Whether to include moves over several axes at once.
     """
     runs = _runs(tuple(extents.axes), joined=joined)
     dims, partial = placement
@@ -100,7 +100,7 @@ def one_step_moves(placement: AxisPlacement, extents: Extents, *, joined: bool) 
 
 
 def _runs(axes: tuple[str, ...], *, joined: bool) -> list[tuple[str, ...]]:
-    """Return the axes that move together: each alone, and neighbours."""
+    """Return the axes of single moves: each axis, and with `joined` runs of adjacent axes."""
     longest = len(axes) if joined else 1
     return [
         axes[begin : begin + count]
@@ -110,8 +110,8 @@ def _runs(axes: tuple[str, ...], *, joined: bool) -> list[tuple[str, ...]]:
 
 
 def _dims_that_take(axes: tuple[str, ...], placement: AxisPlacement, extents: Extents) -> Iterator[int]:
-    """Yield the dimensions that further axes divide."""
-    if extents.is_cut_by_parts:  # a part is cut for itself, which one collective does not do
+    """Yield the dimensions that can be sharded over additional axes."""
+    if extents.is_cut_by_parts:  # parts are sharded separately, which a single collective cannot do
         return
     for dim, (size, cut) in enumerate(zip(extents.shape, placement.dims, strict=True)):
         if size % extents.num_ranks((*cut, *axes)) == 0:

@@ -1,12 +1,12 @@
 """Paths between layouts: the documented greedy search, and the shortest path over costs.
 
 [Note: why greedy is not enough]
-Greedy search takes, again and again, the one-step placement that differs least from the target. From S0R to
-RS1 it gathers first and shards then, for a whole dimension is nearer to the target than one that is cut
-otherwise; to shard first and to gather the smaller slice sends fewer bytes. No difference function is right
-for every extent, since what a move costs depends on the slice that it finds. Dijkstra's algorithm (1959) over
-the graph of placements is: the graph is small (a few hundred nodes), and one search gives the paths to all
-targets of a source.
+Greedy search repeatedly takes the one-step placement with the least difference from the target. From S0R to
+RS1 it gathers and then shards, since a replicated dimension is nearer to the target than a dimension with
+another sharding; sharding first and gathering the smaller slice sends fewer bytes. No difference function is
+right for every extent, since the cost of a move depends on the size of the slice. Dijkstra's algorithm (1959)
+over the graph of placements is right: the graph is small (a few hundred nodes), and one search returns the
+paths to all targets of a source.
 """
 
 import heapq
@@ -23,8 +23,8 @@ class Path:
     """Moves from a placement to another one.
 
     Attributes:
-        moves: One after the other.
-        cost: Their sum.
+        moves: The moves, in order.
+        cost: Sum of their costs.
     """
 
     moves: tuple[Move, ...]
@@ -34,10 +34,10 @@ class Path:
 def shortest_paths(
     source: AxisPlacement, extents: Extents, costs: CollectiveCosts
 ) -> Mapping[AxisPlacement, Path]:
-    """Return the cheapest path from a placement to every other one that moves reach.
+    """Return the cheapest path from a placement to every reachable placement.
 
-    Of paths of one cost that of the fewest moves is taken, then the one that was found first: all ranks find
-    the same.
+    Ties are resolved by the number of moves, then by the order of the search, so that all ranks find the same
+    path.
     """
     found = {source: Path((), 0.0)}
     closed: set[AxisPlacement] = set()
@@ -63,11 +63,11 @@ def greedy_path(
 ) -> Path:
     """Return the path by the documented search; see [Note: why greedy is not enough].
 
-    Each step takes the one-step placement, along a single axis, of least difference from the target; of
-    equal ones the cheapest. A placement is not visited twice.
+    Each step takes the one-step placement, along a single axis, with the least difference from the target;
+    ties are resolved by cost. A placement is not visited twice.
 
     Raises:
-        ValueError: `source` and `target` are such that the search comes to an end elsewhere.
+        ValueError: `target` is not reached by the search from `source`.
     """
     here, path, seen = source, Path((), 0.0), {source}
     while here != target:
@@ -83,10 +83,10 @@ def greedy_path(
 
 
 def difference(placement: AxisPlacement, target: AxisPlacement) -> float:
-    """Return how far a placement is from another one, as the documented search reckons.
+    """Return the difference between two placements, as defined by the documented search.
 
-    Of each dimension the axes that both begin with agree. Each further one of `placement` is to be gathered,
-    or to be summed: 1. Each further one of `target` is to be sharded: 1/2, for that is local.
+    The common leading axes of each dimension count 0. Each further axis of `placement` counts 1, since it has
+    to be gathered or reduced. Each further axis of `target` counts 1/2, since sharding is local.
     """
     total = float(len(set(placement.partial) ^ set(target.partial)))
     for has, wants in zip(placement.dims, target.dims, strict=True):

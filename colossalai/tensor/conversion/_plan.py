@@ -1,7 +1,7 @@
-"""Plans of conversions: the cheapest of a path and a direct exchange, found once for a mesh.
+"""Conversion plans: the cheaper of a path and a direct exchange, cached for a mesh.
 
-Terms of a sum are added by collectives only. So a conversion that leaves a sum behind is a path up to the
-placement where the sums are those of the target, and from there on either more moves or a direct exchange.
+Only collectives reduce sums. So a conversion that reduces a sum is a path up to a placement with the sums of
+the target, followed by either more moves or a direct exchange.
 """
 
 from collections.abc import Mapping
@@ -28,14 +28,14 @@ Step = Move | DirectExchange
 
 @dataclass(frozen=True)
 class ConversionPlan:
-    """What brings a tensor from a layout to another one.
+    """Steps that convert a tensor between two layouts.
 
     Attributes:
-        source: The layout before.
-        target: The layout after.
-        steps: Moves, and at the end perhaps a direct exchange.
-        path: The layouts before, between and after the steps.
-        cost: What it costs: bytes and messages, or seconds, as the costs count.
+        source: Layout before the steps.
+        target: Layout after the steps.
+        steps: Moves, optionally with a direct exchange at the end.
+        path: Layouts before, between and after the steps.
+        cost: Cost of the steps in the unit of the cost model: bytes and messages, or seconds.
     """
 
     source: ShardingLayout
@@ -50,25 +50,25 @@ class ConversionPlan:
     def run(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's slice in the target's layout, contiguous; collective.
 
-        A plan without steps returns the tensor itself; else the result has memory of its own.
+        A plan without steps returns the tensor itself; otherwise the result is new memory.
         """
         mesh, result = self.source.spec.mesh, tensor
         for step in self.steps:
             result = step.run(result, mesh)
         result = result.contiguous()
         if self.steps and result.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
-            result = result.clone()  # a slice does not keep the whole alive
+            result = result.clone()  # frees the full tensor, which a view would keep alive
         return result
 
 
 class ConversionPlanner:
-    """Finds plans over a mesh and keeps them.
+    """Find plans over a mesh and cache them.
 
-    All ranks find the same plans, because they search alike with the same costs.
+    All ranks find the same plans, because they run the same search with the same costs.
 
     Args:
         mesh: The mesh.
-        costs: What moves cost; default: bytes, and among equal ones collectives.
+        costs: Costs of moves. Default: bytes, with ties resolved by the number of collectives.
     """
 
     def __init__(self, mesh: Mesh, costs: CollectiveCosts | None = None) -> None:
@@ -79,16 +79,16 @@ class ConversionPlanner:
         self._paths: dict[tuple[ShardingLayout, int, bool], Mapping[AxisPlacement, Path]] = {}
 
     def plan(self, source: ShardingLayout, target: ShardingLayout, itemsize: int) -> ConversionPlan:
-        """Return the cheapest plan; one that ends with a direct exchange is considered.
+        """Return the cheapest plan; plans with a direct exchange at the end are included.
 
         Args:
-            source: The layout of the tensor.
-            target: The layout that it is to have.
-            itemsize: Bytes of an element.
+            source: Layout of the tensor.
+            target: Layout of the result.
+            itemsize: Size of an element in bytes.
 
         Raises:
-            ValueError: `target` is of another tensor or mesh than `source`, or has a sum where `source` has
-                none.
+            ValueError: `target` is of another tensor or mesh than `source`, or has a sum that `source`
+                lacks.
         """
         key = (source, target, itemsize)
         if key not in self._plans:
@@ -97,22 +97,22 @@ class ConversionPlanner:
         return self._plans[key]
 
     def exact(self, source: ShardingLayout, target: ShardingLayout, itemsize: int) -> ConversionPlan | None:
-        """Return the cheapest path by moves alone, None if there is none."""
+        """Return the cheapest plan without a direct exchange, None if no such plan exists."""
         check_pair(source, target)
         return self._exact(source, target, self._paths_from(source, self._extents(source, target, itemsize)))
 
     def greedy(self, source: ShardingLayout, target: ShardingLayout, itemsize: int) -> ConversionPlan:
-        """Return the path that the documented search finds."""
+        """Return the plan of the documented greedy search."""
         check_pair(source, target)
         extents = self._extents(source, target, itemsize)
         path = greedy_path(source.placement, target.placement, extents, self.costs)
         return self._by_moves(source, target, path)
 
     def direct(self, source: ShardingLayout, target: ShardingLayout, itemsize: int) -> ConversionPlan:
-        """Return the direct exchange alone.
+        """Return the plan of a single direct exchange.
 
         Raises:
-            ValueError: `target` has not the same sums as `source`.
+            ValueError: `target` does not have the sums of `source`.
         """
         check_pair(source, target)
         if source.partial != target.partial:
@@ -121,7 +121,7 @@ class ConversionPlanner:
         return self._with_exchange(source, target, Path((), 0.0), moved, cost)
 
     def one_step(self, source: ShardingLayout, itemsize: int) -> list[tuple[ShardingLayout, Move, float]]:
-        """Return the layouts that one move along a single axis reaches, the move and what it costs."""
+        """Return the layouts after one move along a single axis, each with the move and its cost."""
         extents = self._extents(source, source, itemsize)
         return [
             (
@@ -137,8 +137,8 @@ class ConversionPlanner:
             return ConversionPlan(source, target, (), (source,), 0.0)
         paths = self._paths_from(source, self._extents(source, target, itemsize))
         best = self._exact(source, target, paths)
-        # Sums are reduced before the exchange, and after the last of them no move would make it cheaper: it
-        # begins where a path leaves the last sum behind, or at the source.
+        # Sums are reduced before the exchange, and no move after the last reduction makes the exchange
+        # cheaper: it begins after the last reduction of a path, or at the source.
         for placement, path in paths.items():
             begins_here = not path.moves or path.moves[-1].op in ("all_reduce", "reduce_scatter")
             if not begins_here or placement.partial != target.partial:
@@ -156,7 +156,7 @@ class ConversionPlanner:
     ) -> ConversionPlan | None:
         path = paths.get(target.placement)
         if path is None or source.spec.parts_of_dims != target.spec.parts_of_dims:
-            return None  # or the axes are the same, and what they cut is not
+            return None  # or the axes are the same, but the parts of the dimensions differ
         return self._by_moves(source, target, path)
 
     def _by_moves(self, source: ShardingLayout, target: ShardingLayout, path: Path) -> ConversionPlan:
@@ -168,7 +168,7 @@ class ConversionPlanner:
     def _exchange(
         self, source: ShardingLayout, target: ShardingLayout, itemsize: int
     ) -> tuple[list[Transfer], float]:
-        """Return who gives what to whom in an exchange, and what it costs."""
+        """Return the transfers of an exchange, and its cost."""
         moved = transfers(source.spec, target.spec)
         axes = axes_between(moved, self.mesh)
         num_bytes = busiest(moved, self.mesh.world_size) * itemsize
@@ -197,10 +197,10 @@ def _is_same(source: ShardingLayout, target: ShardingLayout) -> bool:
 
 
 def check_pair(source: ShardingLayout, target: ShardingLayout) -> None:
-    """Refuse two layouts between which there is no conversion.
+    """Refuse a pair of layouts without a conversion.
 
     Raises:
-        ValueError: `target` is of another tensor or mesh than `source`, or has a sum where `source` has none.
+        ValueError: `target` is of another tensor or mesh than `source`, or has a sum that `source` lacks.
     """
     of_source, of_target = source.spec, target.spec
     if of_source.mesh is not of_target.mesh:

@@ -1,6 +1,6 @@
 """The documented manager of conversions: paths between specs, and tensors converted along them.
 
-See the documentation's page "Layout converting management". A tensor says by `spec_of` how it is cut.
+See the documentation's page "Layout converting management". `spec_of` returns the spec of a tensor.
 """
 
 from functools import partial
@@ -19,12 +19,12 @@ from colossalai.tensor.conversion._plan import ConversionPlanner, Step
 
 
 class ShapeConsistencyManager:
-    """Converts tensors between sharding specs.
+    """Convert tensors between sharding specs.
 
     Args:
-        costs: What moves cost, measured seconds of a mesh for example; default: bytes, and among equal ones
-            collectives.
-        itemsize: Bytes of an element, for the cost of what is planned without a tensor.
+        costs: Costs of moves, such as measured seconds of a mesh. Default: bytes, with ties resolved by the
+            number of collectives.
+        itemsize: Size of an element in bytes, for the cost of plans without a tensor.
     """
 
     def __init__(self, costs: CollectiveCosts | None = None, *, itemsize: int = 4) -> None:
@@ -35,22 +35,22 @@ class ShapeConsistencyManager:
     def shape_consistency(
         self, source: ShardingSpec, target: ShardingSpec
     ) -> tuple[list[ShardingSpec], list[Step], float]:
-        """Return the specs from the source to the target, the moves between them, and what they cost.
+        """Return the specs from the source to the target, the moves between them, and their cost.
 
         Args:
-            source: How the tensor is cut.
-            target: How it is to be cut.
+            source: Current spec of the tensor.
+            target: New spec of the tensor.
         """
         planner = self._planner(source.mesh)
         plan = planner.plan(ShardingLayout(source), ShardingLayout(target), self._itemsize)
         return [layout.spec for layout in plan.path], list(plan.steps), plan.cost
 
     def apply(self, tensor: torch.Tensor, target: ShardingSpec) -> torch.Tensor:
-        """Return this rank's slice under another spec, which it then carries; collective.
+        """Return this rank's slice under another spec, with that spec attached; collective.
 
         Args:
-            tensor: A slice that carries its spec; one that carries none is whole on all ranks.
-            target: How it is to be cut.
+            tensor: A slice with its spec; a tensor without a spec is replicated.
+            target: New spec of the tensor.
         """
         source = spec_of(tensor)
         if source is None:
@@ -61,7 +61,7 @@ class ShapeConsistencyManager:
         return converted
 
     def get_all_one_step_transform_spec(self, source: ShardingSpec) -> dict[ShardingSpec, tuple[Move, float]]:
-        """Return the specs that one move along a single axis reaches, with the move and what it costs."""
+        """Return the specs after one move along a single axis, each with the move and its cost."""
         found = self._planner(source.mesh).one_step(ShardingLayout(source), self._itemsize)
         return {layout.spec: (move, cost) for layout, move, cost in found}
 
