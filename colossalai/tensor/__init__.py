@@ -1,4 +1,4 @@
-"""Tensors that are cut over ranks: what a rank holds of them, and what holds for the whole."""
+"""Sharded tensors: specs, boxes, local slices, and norms and gradient synchronization derived from them."""
 
 from colossalai.tensor._attributes import CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from colossalai.tensor._attributes import CHECKPOINT_TIED_NAMES as CHECKPOINT_TIED_NAMES

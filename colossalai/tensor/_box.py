@@ -1,4 +1,4 @@
-"""Boxes: offsets and sizes in each dimension of a global tensor, as shard metadata has them.
+"""Boxes: offsets and sizes in each dimension of a global tensor, as in shard metadata.
 
 Whatever cuts a tensor (mesh axes, a pipeline, FSDP, ZeRO), a rank holds boxes of it. Dimensions that are cut
 give one box. A flat range of a row-major tensor is not one, but it is a few:
@@ -22,8 +22,8 @@ class Box:
     """A range in each dimension of a tensor.
 
     Attributes:
-        offsets: Where it begins in each dimension.
-        sizes: Its extent in each dimension.
+        offsets: Begin in each dimension.
+        sizes: Extent in each dimension.
     """
 
     offsets: tuple[int, ...]
@@ -35,13 +35,13 @@ class Box:
         return math.prod(self.sizes)
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the part of a tensor that lies in the box, a view."""
+        """Return a view of the part of a tensor in the box."""
         for dim, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             tensor = tensor.narrow(dim, offset, size)
         return tensor
 
     def overlap(self, other: "Box") -> "Box | None":
-        """Return what two boxes have in common, None if that is nothing."""
+        """Return the intersection of two boxes, None if it is empty."""
         offsets, sizes = [], []
         for begin, size, other_begin, other_size in zip(
             self.offsets, self.sizes, other.offsets, other.sizes, strict=True
@@ -55,12 +55,12 @@ class Box:
         return Box(tuple(offsets), tuple(sizes))
 
     def moved(self, offsets: Sequence[int], *, sign: int = 1) -> "Box":
-        """Return the box further along by some offsets, or with `sign` -1 nearer to the start."""
+        """Return the box shifted by `sign * offsets`."""
         moved = (here + sign * by for here, by in zip(self.offsets, offsets, strict=True))
         return Box(tuple(moved), self.sizes)
 
     def permuted(self, dims: Sequence[int]) -> "Box":
-        """Return the box in the tensor whose dimensions are, in this order, those of the present one."""
+        """Return the box in the tensor after a permutation of its dimensions."""
         return Box(tuple(self.offsets[dim] for dim in dims), tuple(self.sizes[dim] for dim in dims))
 
     def __str__(self) -> str:
@@ -69,15 +69,15 @@ class Box:
 
 
 def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box that is all of a tensor."""
+    """Return the box of a full tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
 def is_tiled(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Return whether every element of a tensor lies in just one of the boxes, and nothing beside it does.
+    """Return whether the boxes tile a tensor: each element is in exactly one box, and no box exceeds it.
 
-    The first dimension is cut wherever a box begins or ends; what lies between two cuts must be tiled by the
-    rest of the boxes there.
+    The first dimension is split at every begin and end of a box; each segment must be tiled by the remaining
+    dimensions of its boxes.
     """
     if 0 in shape:
         return all(box.numel == 0 for box in boxes)
@@ -111,7 +111,7 @@ def _is_tiled(shape: tuple[int, ...], boxes: tuple[tuple[tuple[int, ...], tuple[
 
 
 def block_boxes(shape: Sequence[int], *, most: int) -> Iterator[Box]:
-    """Yield boxes of up to `most` elements that are, one after the other, a row-major tensor."""
+    """Yield boxes of up to `most` elements that cover a tensor in row-major order."""
     shape, numel = tuple(shape), math.prod(shape)
     if numel <= most:
         if numel > 0:
@@ -128,12 +128,12 @@ def block_boxes(shape: Sequence[int], *, most: int) -> Iterator[Box]:
 
 
 def flat_boxes(shape: Sequence[int], begin: int, end: int) -> list[Box]:
-    """Return the boxes that a range of the elements of a row-major tensor consists of, in their order.
+    """Return the boxes of a range of the elements of a row-major tensor, in order.
 
     Args:
-        shape: The shape of the tensor.
-        begin: The first element.
-        end: The one after the last.
+        shape: Shape of the tensor.
+        begin: Index of the first element.
+        end: Index after the last element.
     """
     return [box for box in _flat_boxes(tuple(shape), begin, end) if box.numel > 0]
 

@@ -1,8 +1,8 @@
-"""A flat range of a tensor: what a rank has of it where flat memory is cut, and dimensions are not (ZeRO).
+"""Flat range of a tensor: the local shard if flat memory is sharded, not dimensions (ZeRO).
 
-The states that an optimizer keeps for a parameter may be cut so. While they are looked at (to be saved, or
-loaded), the parameter says which range of its elements, in row-major order, this rank's states are of. The
-values may be cut, too (stage 3): then the parameter, which has no memory itself, says where the range lies.
+The optimizer states of a parameter can be sharded in this way. During a save or a load, an attribute of the
+parameter has the range of its elements, in row-major order, of this rank's states. The values can be sharded
+too (stage 3): then the parameter has no memory, and an attribute returns the range and its memory.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from colossalai.tensor._attributes import FLAT_VALUES, RANGE_OF_STATES
 
 @dataclass(frozen=True)
 class FlatRange:
-    """A range of the elements of a tensor, one after the other in row-major order.
+    """A range of the elements of a tensor in row-major order.
 
     Attributes:
-        shape: The shape of the tensor.
-        begin: The first element.
-        end: The one after the last; with `begin` if there is none.
-        local_shape: The shape in which this rank holds the range: flat, or for all of the tensor its own.
-        device: Where this rank holds it.
+        shape: Shape of the tensor.
+        begin: Index of the first element.
+        end: Index after the last element; equal to `begin` for an empty range.
+        local_shape: Local shape of the range: flat, or the shape of the tensor if the range is all of it.
+        device: Device of the range on this rank.
     """
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class FlatRange:
 
 
 def set_range_of_states(param: torch.Tensor, part: FlatRange | None) -> None:
-    """Let a parameter know which range of it the states on this rank are of; None: of all of it."""
+    """Set the range of a parameter's optimizer states on this rank; None for the full parameter."""
     if part is not None:
         setattr(param, RANGE_OF_STATES, part)
     elif hasattr(param, RANGE_OF_STATES):
@@ -46,19 +46,19 @@ def set_range_of_states(param: torch.Tensor, part: FlatRange | None) -> None:
 
 
 def range_of_states(param: torch.Tensor) -> FlatRange | None:
-    """Return what `set_range_of_states` has set."""
+    """Return the range that `set_range_of_states` has set."""
     return getattr(param, RANGE_OF_STATES, None)
 
 
 @dataclass(frozen=True)
 class FlatValues:
-    """The values of a parameter that a rank holds, where they lie.
+    """Local values of a parameter.
 
     Attributes:
-        part: Which range of it they are.
-        tensor: The values, in `part.local_shape`. To be asked for anew each time: they may move.
-        note_written: To be called, after values were overwritten, by all ranks that hold some of them, in the
-            same order; parameters that are noted together have equal ones, and one call is enough.
+        part: Range of the values.
+        tensor: The values, with shape `part.local_shape`. Their memory can change between calls.
+        note_written: Function that all ranks with values must call, in the same order, after values were
+            overwritten. Parameters with equal functions need one call.
     """
 
     part: FlatRange
@@ -67,15 +67,15 @@ class FlatValues:
 
 
 def set_flat_values(param: torch.Tensor, find: Callable[[], FlatValues]) -> None:
-    """Let a parameter without memory of its own know how to find the values that this rank holds."""
+    """Set the function that returns the local values of a parameter without memory."""
     setattr(param, FLAT_VALUES, find)
 
 
 def flat_values(param: torch.Tensor) -> FlatValues | None:
-    """Return the values that this rank holds; None for a tensor that has its memory itself.
+    """Return the local values of a parameter; None for a tensor with its own memory.
 
     Raises:
-        RuntimeError: The values have been written elsewhere, and the ranks have not exchanged them yet.
+        RuntimeError: The values have been written, and the ranks have not exchanged them yet.
     """
     find: Callable[[], FlatValues] | None = getattr(param, FLAT_VALUES, None)
     return None if find is None else find()

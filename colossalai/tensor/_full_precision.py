@@ -116,9 +116,9 @@ _CLASSES: Mapping[torch.dtype, type[FullPrecisionTensor]] = {
 
 
 def with_full_precision(tensor: torch.Tensor, low_dtype: torch.dtype) -> torch.Tensor:
-    """Return a float32 tensor as one that behaves as a tensor of 16 bits; any other as it is.
+    """Return a float32 tensor as a `FullPrecisionTensor`; other tensors unchanged.
 
-    A sparse one, which has no memory to share, is rounded.
+    A sparse tensor, which has no memory to share, is rounded.
 
     Args:
         tensor: The tensor, whose memory the result shares.
@@ -147,7 +147,7 @@ def source_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _own_node(tensor: FullPrecisionTensor) -> Any:
-    """Return the node of what a custom function of autograd returned, which is not in its source's graph."""
+    """Return the node of the result of a custom autograd function, which is not in its source's graph."""
     with torch._C.DisableTorchFunctionSubclass():
         node = tensor.grad_fn if tensor.requires_grad else None
         return None if node is None or node.name() == "AliasBackward0" else node
@@ -161,7 +161,7 @@ def rounded(tensor: torch.Tensor) -> torch.Tensor:
     # A copy in a graph belongs to the modes that it was made in, and the compiler shares copies itself.
     if torch.compiler.is_dynamo_compiling() or source.requires_grad or source.is_inference():
         return source.to(_low_dtype_of(tensor))
-    if "_has_data" in vars(tensor):  # torch does not count what is written through `data`
+    if "_has_data" in vars(tensor):  # torch does not count writes through `data`
         return source.to(_low_dtype_of(tensor))
     state = (source._version, torch.is_inference_mode_enabled())
     known, reference = vars(tensor).get("_copy", (None, None))
@@ -179,10 +179,10 @@ def without_full_precision(value: Any) -> Any:
 
 
 class FullPrecisionBuffers(dict[str, torch.Tensor | None]):
-    """The buffers of a module of 16 bits, in float32: what reads `module.name` gets a `FullPrecisionTensor`.
+    """Float32 buffers of a 16-bit module; `module.name` returns a `FullPrecisionTensor`.
 
-    It takes the place of `module._buffers`. `module.buffers()` and `module.state_dict()` have the float32
-    tensors themselves, and what is assigned to `module.name` is stored in float32.
+    It replaces `module._buffers`. `module.buffers()` and `module.state_dict()` return the float32 tensors
+    themselves, and a value that is assigned to `module.name` is stored in float32.
 
     Args:
         buffers: The buffers.
@@ -384,7 +384,7 @@ def _with_copies_written_back(
     )
     for each in given:
         copy = copies[id(each)]
-        if not copy.equal(source_of(each).to(copy.dtype)):  # collectives do not count what they write
+        if not copy.equal(source_of(each).to(copy.dtype)):  # collectives do not count their writes
             source_of(each).copy_(copy)
     return result
 
@@ -463,7 +463,7 @@ def _to_numpy(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[s
 
 
 def _require_grad(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Make it a leaf of a graph: what reads it from here on, by whatever way, is in the graph."""
+    """Make the tensor a leaf of a graph: every later read of it is in the graph."""
     tensor = args[0]
     if source_of(tensor).requires_grad:
         func(source_of(tensor), *args[1:], **kwargs)
@@ -555,7 +555,7 @@ _NORMS = frozenset(
 )
 # Other tensors give only a shape.
 _OF_SHAPE = frozenset([_TENSOR.view_as, _TENSOR.reshape_as, _TENSOR.expand_as])
-# The result has the dtype of the first tensor, whatever float32 tensors come after it.
+# The result has the dtype of the first tensor, also with float32 tensors after it.
 _LIKE_FIRST = _OF_SHAPE | frozenset(
     [
         *(F.batch_norm, F.instance_norm, F.layer_norm, F.group_norm, F.rms_norm, F.huber_loss),

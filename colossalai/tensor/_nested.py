@@ -9,7 +9,7 @@ import torch
 
 
 def map_leaves(function: Callable[[Any], Any], value: Any, *, records: bool = True) -> Any:
-    """Return a nested value with `function` applied to everything in it that is no container.
+    """Return a nested value with `function` applied to every element that is not a container.
 
     Args:
         function: The function.
@@ -23,7 +23,7 @@ def map_leaves(function: Callable[[Any], Any], value: Any, *, records: bool = Tr
 
 
 def map_tensors(function: Callable[[torch.Tensor], Any], value: Any) -> Any:
-    """Return a nested value with every tensor in it replaced by what `function` makes of it."""
+    """Return a nested value with `function` applied to every tensor."""
     return map_leaves(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
@@ -40,9 +40,9 @@ class Node(NamedTuple):
     """A part of a nested value, however deep.
 
     Attributes:
-        steps: What is written behind the value, one container after the other, to get it.
+        steps: Accessors from the value to the part, one per container.
         value: The part.
-        is_leaf: Whether it is no container.
+        is_leaf: Whether the part is not a container.
     """
 
     steps: tuple[str, ...]
@@ -68,7 +68,7 @@ def with_leaves(value: Any, leaves: Iterator[Any]) -> Any:
 
 
 def parts_of(value: Any, *, records: bool = True) -> list[tuple[str, Any]] | None:
-    """Return what is in a container, each with what is written behind the container's name to get it."""
+    """Return the elements of a container, each with its accessor."""
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", part) for key, part in value.items()]
     if isinstance(value, tuple | list):

@@ -1,9 +1,9 @@
 """Notations of a cut: "S0RS1", a dict from dimensions to axes, torch's placements; and how they are read.
 
 "S01R" is a matrix whose rows are cut over the axes 0 and 1 of the mesh, the coarsest cut first, and whose
-columns every rank has. A digit is the position of an axis in `mesh.axes`, axes of one rank counted, so that
-it means the same axis whatever the extents are. There are ten digits: axes from the eleventh on have no
-notation, and are given by their names.
+columns are replicated. A digit is the position of an axis in `mesh.axes`, including axes of one rank, so that
+it means the same axis for all extents. There are ten digits: axes from the eleventh on have no notation, and
+are given by their names.
 """
 
 import re
@@ -126,8 +126,8 @@ def placements_of_dims(dims: Dims, mesh: Mesh) -> "tuple[Placement, ...]":
     """Return torch's placements of a cut, one for each axis of the mesh.
 
     Raises:
-        ValueError: Axes of `dims` cut a dimension in another order than that of `mesh`, which `Shard` does
-            not say.
+        ValueError: Axes of `dims` shard a dimension in another order than that of `mesh`, which `Shard`
+            cannot express.
     """
     from torch.distributed.tensor import Replicate, Shard
 

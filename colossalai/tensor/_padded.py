@@ -1,7 +1,7 @@
-"""Parameters with rows that nobody uses, so that the ranks divide them: a vocabulary of 50257 over 4 ranks.
+"""Parameters with padded rows, so that the ranks divide them: a vocabulary of 50257 over 4 ranks.
 
-The padding is zeros at the end of a dimension. It exists in the slices alone: what is exchanged between
-layouts (checkpoints, weights of other models, norms of whole tensors) has the size without it.
+The padding is zeros at the end of a dimension. Only the slices have it: tensors that are exchanged between
+layouts (checkpoints, weights of other models, norms of full tensors) have the size without padding.
 """
 
 import math

@@ -1,15 +1,15 @@
-"""A module whose parameters keep their specs, whatever torch does to the parameters.
+"""Base class of modules whose parameters keep their specs when torch replaces the parameters.
 
-A spec is an attribute of its parameter, because optimizers, norms and checkpoints see parameters only. Torch
-makes new parameters now and then, without our attribute. So the module remembers the spec of each of its
-parameters by name, and gives it to the parameter that has the name now.
+A spec is an attribute of its parameter, because optimizers, norms and checkpoints only receive parameters.
+Torch replaces parameters in some calls, without our attribute. So the module stores the spec of each of its
+parameters by name, and sets it on the current parameter of this name.
 
-| what happens | where it is noticed |
+| call | hook that restores the specs |
 | --- | --- |
 | `layer.weight = ...`, `load_state_dict(assign=True)` | `register_parameter` |
 | `.to(...)`, `.half()`, `to_empty(...)` | `_apply` |
 | `copy.deepcopy(model)` | `__deepcopy__` |
-| `fully_shard`, and whatever else writes to `_parameters` | `_save_to_state_dict`, before it is saved |
+| `fully_shard`, and other writes to `_parameters` | `_save_to_state_dict`, before it is saved |
 """
 
 import copy
@@ -36,7 +36,7 @@ class SpecKeeper(nn.Module):
         self._specs: dict[str, ShardingSpec] = {}
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """See the base class. A parameter without a spec takes over that of the one it replaces.
+        """See the base class. A parameter without a spec gets the spec of the replaced parameter.
 
         Raises:
             ValueError: `param` does not have the local shape of its spec.
@@ -49,7 +49,7 @@ class SpecKeeper(nn.Module):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """Return a copy with parameters of its own, cut over the same mesh."""
-        memo[id(self.mesh)] = self.mesh  # it holds process groups, which are not to be copied
+        memo[id(self.mesh)] = self.mesh  # the mesh holds process groups, which cannot be copied
         copied = self.__new__(type(self))
         memo[id(self)] = copied
         copied.__setstate__(copy.deepcopy(self.__dict__, memo))
@@ -80,33 +80,33 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 def set_built_for(layer: Layer, **extents: str | int | None) -> Layer:
-    """Let a layer remember what it depends on of the layout that was in force when it was built; return it.
+    """Record on a layer the fields of the current layout that it depends on, and return the layer.
 
-    A layer of torch that was built where nothing is cut looks like any other; a plan that cuts it comes too
-    late, which whoever applies the plan is to say.
+    A layer that was built without parallelism is a plain layer of torch. A plan that shards it is applied too
+    late, and the function that applies the plan reports it from this record.
 
     Args:
         layer: The layer.
-        extents: Fields of the layout: `mode` for a layer that tensor parallelism cuts, `sequence` for one
-            that sees whole sequences otherwise.
+        extents: Fields of the layout: `mode` for a layer that tensor parallelism shards, `sequence` for a
+            layer that sees full sequences without sequence parallelism.
     """
     setattr(layer, BUILT_FOR, extents)
     return layer
 
 
 def built_for(model: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, Any]]]:
-    """Yield the parts of a model that remember a layout: their names, they themselves, the fields."""
+    """Yield the modules of a model with a recorded layout: name, module and fields."""
     for name, part in model.named_modules():
         if BUILT_FOR in part.__dict__:
             yield name, part, part.__dict__[BUILT_FOR]
 
 
 def keep_dtype(buffer: Tensor) -> Tensor:
-    """Let no precision cast a buffer; return it. What makes another one of it has to say so again."""
+    """Exclude a buffer from casts of all precisions, and return it. Copies need another call."""
     setattr(buffer, KEEPS_DTYPE, True)
     return buffer
 
 
 def keeps_dtype(tensor: Tensor) -> bool:
-    """Return whether a tensor is one that no precision casts."""
+    """Return whether a tensor is excluded from casts."""
     return getattr(tensor, KEEPS_DTYPE, False)

@@ -1,7 +1,7 @@
-"""How a tensor is cut over a mesh: for each dimension the ordered axes that cut it, replicated over the rest.
+"""Sharding spec of a tensor over a mesh: the ordered axes of each dimension, replicated over all other axes.
 
-Every parameter that a parallel layer cuts carries its spec. What holds for the whole (a norm, a checkpoint of
-it) is derived from that, and so is which ranks make its gradient whole.
+Every parameter of a parallel layer has its spec. Operations on the full parameter (norms, checkpoints) and
+the ranks of its gradient synchronization are derived from the spec.
 
 [Note: which ranks share a gradient]
 The loss of a step is the mean of the losses L_r of the R parts of the batch, one on each rank of `replicas`.
@@ -47,9 +47,9 @@ class Stretch(NamedTuple):
     """A range in one dimension that a rank holds.
 
     Attributes:
-        offset: Where it begins in the global tensor.
-        local_offset: Where it begins in the slice of the rank.
-        size: How far it extends.
+        offset: Offset in the global tensor.
+        local_offset: Offset in the slice of the rank.
+        size: Extent of the range.
     """
 
     offset: int
@@ -63,7 +63,7 @@ class ShardingSpec:
 
     A layer may store a tensor in another order of dimensions than torch does (a linear weight as (in, out)).
     `shape`, `dims`, `cut` and `gather` are in the order that is stored. `whole_shape`, `slice_of` and `whole`
-    are in torch's, which is the same under every layout: what is exchanged between layouts is in that one.
+    are in torch's order, which is the same under every layout and is used for exchanges between layouts.
 
     Attributes:
         shape: The global shape, as it is stored.
@@ -104,7 +104,7 @@ class ShardingSpec:
 
     @staticmethod
     def from_notation(notation: str, shape: Sequence[int], mesh: Mesh | HasMesh) -> "ShardingSpec":
-        """Return the cut that a notation says: "S01R" cuts rows over the axes 0 and 1; see `_notation.py`."""
+        """Return the spec of a notation: "S01R" shards rows over the axes 0 and 1; see `_notation.py`."""
         return ShardingSpec(tuple(shape), dims_of_notation(notation, mesh_of(mesh)), mesh_of(mesh))
 
     @staticmethod
@@ -137,8 +137,8 @@ class ShardingSpec:
         """Return torch's placements, one for each axis of the mesh, of a tensor as it is stored.
 
         Raises:
-            ValueError: `dims` has axes in an order that torch's `Shard` cannot say (S10), or `parts` are cut
-                each for itself.
+            ValueError: `dims` has axes in an order that torch's `Shard` cannot express (S10), or `parts` are
+                sharded separately.
         """
         if any(axes and count > 1 for axes, count in zip(self.dims, self.parts_of_dims, strict=True)):
             raise ValueError(f"parts={self.parts} are cut each for itself, which torch's Shard cannot say")
@@ -203,7 +203,7 @@ class ShardingSpec:
         return tensor
 
     def _stretches(self, dim: int, position: dict[str, int]) -> list[Stretch]:
-        """Return what a rank at a position in the mesh holds along a dimension."""
+        """Return the ranges of a rank at a position in the mesh along a dimension."""
         num_parts = self.parts_of_dims[dim]
         size = part_size = self.shape[dim] // num_parts
         offset = 0
@@ -247,14 +247,14 @@ def cut_dims(
 
 
 def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
-    """Let a tensor carry its spec."""
+    """Set the spec of a tensor."""
     if tuple(tensor.shape) != spec.local_shape:
         raise ValueError(f"a slice of shape {tuple(tensor.shape)} where the spec says {spec.local_shape}")
     setattr(tensor, SHARDING_SPEC, spec)
 
 
 def spec_of(tensor: torch.Tensor) -> ShardingSpec | None:
-    """Return the spec that a tensor carries, None for a replicated one."""
+    """Return the spec of a tensor, None for a replicated tensor."""
     return getattr(tensor, SHARDING_SPEC, None)
 
 
@@ -299,12 +299,12 @@ def sharding_groups(tensor: torch.Tensor) -> Groups:
 
 
 def set_fragment(tensor: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Let a tensor know that it is one of the pieces, of any length, that a group has of another one."""
+    """Mark a tensor as a fragment, of any length, of another tensor over a process group."""
     setattr(tensor, FRAGMENT_OF, (whole, group))
 
 
 def fragment_of(tensor: torch.Tensor) -> tuple[torch.Tensor, dist.ProcessGroup] | None:
-    """Return what `set_fragment` has set: the whole tensor and the group; None for a tensor of its own."""
+    """Return the full tensor and the group of a fragment; None for a tensor that is not a fragment."""
     return getattr(tensor, FRAGMENT_OF, None)
 
 
@@ -321,7 +321,7 @@ def _is_dtensor(tensor: torch.Tensor) -> TypeGuard["DTensor"]:
 
 
 def local_slice(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
+    """Return the local part of a DTensor; other tensors unchanged."""
     if _is_dtensor(tensor):
         return tensor.to_local()
     return tensor
@@ -336,11 +336,11 @@ def local_grads(params: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 @dataclass(frozen=True)
 class GradientSync:
-    """What turns the gradients that backwards leave into that of the mean loss over the whole batch.
+    """Reduction from the gradients of local backwards to the gradient of the mean loss of the global batch.
 
     Attributes:
-        axis: The ranks that hold the same slice; their gradients are summed.
-        divisor: The number of parts of the batch, by which the sum is divided.
+        axis: Axis of the ranks that hold the same slice; their gradients are summed.
+        divisor: Number of parts of the batch, by which the sum is divided.
     """
 
     axis: Axis

@@ -1,12 +1,12 @@
-"""What a class of tensors of our own answers to functions of torch without a look at its values.
+"""Functions of torch that tensor subclasses of the package handle without reading values.
 
-Every function of torch that gets such a tensor asks its class first (`__torch_function__`). Some ask for no
-values: of those the tensor is what it is underneath.
+Functions of torch dispatch on the class of their arguments (`__torch_function__`). Functions that read no
+values are called on the underlying tensor.
 
 [Note: calls of autograd]
-The class is also asked before `torch.autograd.grad(outputs, inputs)` runs, and has to hand the call on. It
-cannot do so with its answers switched off: a backward recomputes, and there functions get parameters, too. So
-it hands on edges of the graph in the place of inputs, and plain views in the place of outputs.
+`torch.autograd.grad(outputs, inputs)` dispatches on the class too, which has to forward the call. It cannot
+forward it with `__torch_function__` disabled, since a recomputation in the backward calls functions with
+parameters. So it passes graph edges in place of inputs, and plain views in place of outputs.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -45,7 +45,7 @@ ASKING_NO_VALUES: frozenset[Any] = frozenset(
         *(torch.is_floating_point, torch.is_complex, torch.is_tensor, torch.numel),
     ]
 )
-"""Functions that ask for no values."""
+"""Functions that read no values."""
 
 OF_AUTOGRAD = frozenset([torch.Tensor.backward, torch.autograd.backward, torch.autograd.grad])
 """Functions whose arguments go through `with_gradient_edges`."""

@@ -2,8 +2,8 @@
 
 [Note: where an attribute is set]
 Reading looks into the wrapper first: the attributes that its `__init__` has set, its class, and then the
-wrapped object. Setting and deleting follow the same order, so that what was set is what is read, and what the
-wrapped object uses.
+wrapped object. Setting and deleting follow the same order, so that a read returns the value that was set, and
+the wrapped object uses it.
 """
 
 from typing import Any
@@ -18,7 +18,7 @@ _HOW_TO_CHANGE = (
 
 
 def is_own_attribute(wrapper: object, name: str) -> bool:
-    """Return whether a wrapper itself has an attribute; if not, that of the wrapped object is read."""
+    """Return whether a wrapper itself has an attribute; otherwise reads go to the wrapped object."""
     return name in vars(wrapper) or any(name in vars(base) for base in type(wrapper).__mro__)
 
 
@@ -27,11 +27,11 @@ class TransparentModule(nn.Module):
 
     A subclass sets its own attributes in `__init__` and calls `_stand_for(raw)` last; see [Note: where an
     attribute is set]. The parameters of the wrapped module stay the same: an assignment that adds or removes
-    one is refused. Where both have an attribute of one name, that of the wrapper is read, and assigning it is
-    refused: use `unwrap()`.
+    one is refused. If both have an attribute of one name, the wrapper's is read, and assigning it is refused:
+    use `unwrap()`.
 
     Attributes:
-        training: That of the wrapped module.
+        training: Mode of the wrapped module.
     """
 
     _mutable: frozenset[str] = frozenset()  # public attributes of the wrapper that the package sets later
