@@ -1,4 +1,4 @@
-"""Collectives along mesh axes, their conjugates for the backward, and the ledger of what they send.
+"""Collectives along mesh axes, their conjugates for the backward, and the ledger of sent bytes.
 
 Messages between pipeline stages (`recv_forward` and its siblings) are aliases (`NAMES` of
 `colossalai._aliases`).

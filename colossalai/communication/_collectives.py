@@ -1,10 +1,10 @@
 """Collectives along an axis, on tensors of any layout; each is one entry of the ledger.
 
 An axis is given as an `Axis` of a mesh, or as a parallel mode of the launched job. Along an axis of one rank
-nothing happens and the tensor itself is returned.
+the tensor itself is returned.
 
-With `async_op=True` a collective returns at once, with what waits for its end: (tensor, work). The tensor has
-its values after `work.wait()`. Under a timed ledger it has ended on return, so that its time is its own.
+With `async_op=True` a collective returns `(tensor, work)` at once. The tensor has its values after
+`work.wait()`. Under a timed ledger the collective is complete on return, so that the ledger times it alone.
 """
 
 from collections.abc import Callable, Hashable
@@ -26,14 +26,14 @@ class Work(Protocol):
     """A collective in flight."""
 
     def wait(self) -> Any:
-        """Wait for its end."""
+        """Wait until the collective is complete."""
 
     def is_completed(self) -> bool:
-        """Whether it has ended."""
+        """Whether the collective is complete."""
 
 
 class _Done:
-    """The work of a collective that has ended."""
+    """The work of a complete collective."""
 
     def wait(self) -> bool:
         return True
@@ -45,7 +45,7 @@ class _Done:
 _DONE = _Done()
 Pending = tuple[torch.Tensor, Work]
 
-# Torch gave them new names and warns of the old ones.
+# torch has renamed both, and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -61,13 +61,13 @@ def all_gather(
 def all_gather(
     tensor: torch.Tensor, dim: int, parallel_mode: AxisLike, async_op: bool = False
 ) -> torch.Tensor | Pending:
-    """Return the slices of all ranks, one after the other along `dim`.
+    """Return the slices of all ranks, concatenated along `dim`.
 
     Args:
-        tensor: This rank's slice; of the same shape on all ranks.
-        dim: The dimension that grows.
+        tensor: This rank's slice, of the same shape on all ranks.
+        dim: Dimension of the concatenation.
         parallel_mode: The axis.
-        async_op: Return at once, with what waits for the end.
+        async_op: Whether to return a pair of the tensor and its work at once.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
@@ -93,11 +93,11 @@ def reduce_scatter(
     """Return this rank's slice along `dim` of the sum over all ranks.
 
     Args:
-        tensor: A term of the sum; `dim` is a multiple of the number of ranks.
-        dim: The dimension that shrinks.
+        tensor: Term of the sum; `tensor.shape[dim]` is a multiple of the number of ranks.
+        dim: Dimension to scatter.
         parallel_mode: The axis.
-        op: What is done in place of the sum.
-        async_op: Return at once, with what waits for the end.
+        op: Reduction. Default: sum.
+        async_op: Whether to return a pair of the tensor and its work at once.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
@@ -112,22 +112,22 @@ def reduce_scatter(
 def all_to_all(
     tensor: torch.Tensor, parallel_mode: AxisLike, *, split_dim: int, gather_dim: int
 ) -> torch.Tensor:
-    """Exchange slices: send each rank its part along `split_dim`, put what comes together along `gather_dim`.
+    """Change the sharded dimension of a tensor from `gather_dim` to `split_dim`.
 
-    So a tensor that is cut along `gather_dim` over the ranks becomes one that is cut along `split_dim`.
+    Each rank receives a part along `split_dim` from every rank and concatenates them along `gather_dim`.
 
     Args:
-        tensor: This rank's slice; of the same shape on all ranks.
+        tensor: This rank's slice, of the same shape on all ranks.
         parallel_mode: The axis.
-        split_dim: The dimension that shrinks, a multiple of the number of ranks.
-        gather_dim: The dimension that grows, another one.
+        split_dim: Dimension to split, of a size that is a multiple of the number of ranks.
+        gather_dim: Dimension to gather, different from `split_dim`.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor
-    parts = tensor.unflatten(split_dim, (axis.size, -1))  # one more dimension, before `split_dim`
+    parts = tensor.unflatten(split_dim, (axis.size, -1))  # a new dimension before `split_dim`
     source = parts.movedim(split_dim % tensor.dim(), 0).contiguous()
-    result = torch.empty_like(source)  # by the rank that sent it
+    result = torch.empty_like(source)  # (source rank, ...)
     _issue("all_to_all", axis, tensor, dist.all_to_all_single, result, source)
     grown = gather_dim % tensor.dim()
     return result.movedim(0, grown).flatten(grown, grown + 1)
@@ -144,13 +144,13 @@ def all_reduce(
 def all_reduce(
     tensor: torch.Tensor, parallel_mode: AxisLike, op: Op = _SUM, async_op: bool = False
 ) -> torch.Tensor | Pending:
-    """Return the sum (or what `op` says) over all ranks; `tensor` is left as it is.
+    """Return the reduction over all ranks; `tensor` is not modified.
 
     Args:
-        tensor: A term of the sum.
+        tensor: Term of the sum.
         parallel_mode: The axis.
-        op: What is done in place of the sum.
-        async_op: Return at once, with what waits for the end.
+        op: Reduction. Default: sum.
+        async_op: Whether to return a pair of the tensor and its work at once.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
@@ -163,7 +163,7 @@ def all_reduce(
 def all_reduce_in_place(
     tensor: torch.Tensor, parallel_mode: AxisLike, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
 ) -> torch.Tensor:
-    """Replace a contiguous tensor by the sum (or what `op` says) over all ranks, and return it."""
+    """Replace a contiguous tensor by the reduction over all ranks, and return it."""
     axis = as_axis(parallel_mode)
     if axis.size > 1:
         _issue("all_reduce", axis, tensor, dist.all_reduce, tensor, op=op)
@@ -171,9 +171,9 @@ def all_reduce_in_place(
 
 
 def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[[], object]:
-    """Begin to replace a contiguous tensor by the sum over all ranks; return what waits for the end.
+    """Start to replace a contiguous tensor by the sum over all ranks; return the function that waits.
 
-    Under a timed ledger it has ended on return, so that its time is its own.
+    Under a timed ledger the collective is complete on return.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
@@ -183,11 +183,13 @@ def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[
 
 
 def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callable[[], object]:
-    """Begin to replace this rank's section of a flat tensor by its sum over all ranks; return the wait.
+    """Start to replace this rank's section of a flat tensor by its sum over all ranks.
+
+    Returns the function that waits.
 
     Args:
-        flat: One section for each rank, equally long; not to be touched before the end, and the sections of
-            others are undefined then.
+        flat: One section per rank, of equal sizes. It must not be used before the end of the wait; afterwards
+            the sections of the other ranks are undefined.
         parallel_mode: The axis.
     """
     axis = as_axis(parallel_mode)
@@ -199,15 +201,15 @@ def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callab
 def start_gather_of_sections(
     flat: torch.Tensor, parallel_mode: AxisLike, *, stamp: int = 0
 ) -> Callable[[], object]:
-    """Begin to fill a flat tensor with the sections of all ranks, each of which has its own in place.
+    """Start an in-place all-gather of a flat tensor, of which each rank has its own section.
 
     Args:
-        flat: One section for each rank, equally long.
+        flat: One section per rank, of equal sizes.
         parallel_mode: The axis.
-        stamp: A number that ranks which share memory compare; 0: none.
+        stamp: Number that ranks with shared memory compare. 0: none.
 
     Returns:
-        What waits for the end.
+        The function that waits.
     """
     axis = as_axis(parallel_mode)
     own = flat.view(axis.size, -1)[axis.rank]
@@ -220,19 +222,20 @@ def start_gather_of_sections(
 def empty_to_send(
     numel: int, *, dtype: torch.dtype, device: torch.device, parallel_mode: AxisLike
 ) -> torch.Tensor:
-    """Return a flat tensor of no certain values that is going to be sent, again and again.
+    """Return an uninitialized flat tensor for data that is sent repeatedly.
 
-    Where the ranks of the axis share a machine, and as long as there is room, it lies in memory that the
-    others read: then collectives of it copy less. Not for parameters: a forked child does not keep theirs.
+    If the ranks of the axis share a machine, and as long as there is room, it is allocated in memory that the
+    other ranks can read, so that its collectives copy less. Not for parameters: a forked child would not keep
+    their values.
 
     Args:
-        numel: The number of elements.
-        dtype: Of the elements.
-        device: Where it lies.
+        numel: Number of elements.
+        dtype: Dtype of the elements.
+        device: Device of the tensor.
         parallel_mode: The axis along which it is sent.
     """
     axis = as_axis(parallel_mode)
-    if device.type == "cpu" and axis.size > 1 and dist.is_initialized():  # else only the layout is wanted
+    if device.type == "cpu" and axis.size > 1 and dist.is_initialized():  # otherwise nothing is sent
         lent = empty_to_lend(axis.group, numel, dtype)
         if lent is not None:
             return lent
@@ -258,10 +261,10 @@ def broadcast(
     """Return the tensor of global rank `src`; on other ranks `tensor` has its shape and is overwritten.
 
     Args:
-        tensor: What is sent, or is overwritten.
-        src: The global rank that has it.
+        tensor: Tensor to send on `src`, buffer on the other ranks.
+        src: Global rank of the source.
         parallel_mode: The axis.
-        async_op: Return at once, with what waits for the end.
+        async_op: Whether to return a pair of the tensor and its work at once.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
@@ -282,14 +285,14 @@ def reduce(
 def reduce(
     tensor: torch.Tensor, dst: int, parallel_mode: AxisLike, op: Op = _SUM, async_op: bool = False
 ) -> torch.Tensor | Pending:
-    """Return the sum over all ranks on global rank `dst`, and something undefined on the others.
+    """Return the reduction over all ranks on global rank `dst`; the result is undefined on the others.
 
     Args:
-        tensor: A term of the sum; it is left as it is.
-        dst: The global rank that gets it.
+        tensor: Term of the sum; it is not modified.
+        dst: Global rank of the result.
         parallel_mode: The axis.
-        op: What is done in place of the sum.
-        async_op: Return at once, with what waits for the end.
+        op: Reduction. Default: sum.
+        async_op: Whether to return a pair of the tensor and its work at once.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
@@ -300,7 +303,7 @@ def reduce(
 
 
 def reduce_in_place(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> torch.Tensor:
-    """Do as `reduce` in the memory of `tensor`, a contiguous one, which is undefined on other ranks then."""
+    """Like `reduce`, in the memory of a contiguous tensor, which is undefined afterwards on other ranks."""
     axis = as_axis(parallel_mode)
     if axis.size > 1:
         _issue("reduce", axis, tensor, dist.reduce, tensor, dst=dst)
@@ -308,7 +311,7 @@ def reduce_in_place(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> 
 
 
 def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> torch.Tensor:
-    """Send a tensor to the next rank of a ring and return what the previous one sent, of the same shape."""
+    """Send a tensor to the next rank of a ring, and return the tensor of the previous one."""
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return tensor_send_next
@@ -326,7 +329,7 @@ def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> tor
 
 
 def as_axis(axis: AxisLike) -> Axis:
-    """Return the axis that an axis, or a parallel mode of the launched job, stands for."""
+    """Return the axis of a parallel mode of the launched job; an axis is returned as it is."""
     return axis if isinstance(axis, Axis) else global_context.axis(axis)
 
 
@@ -336,22 +339,22 @@ def _issue(
     """Issue one collective along an axis; return its work, which is complete if the call has waited.
 
     Args:
-        name: The operation, as the ledger calls it.
+        name: Name of the operation in the ledger.
         axis: The ranks, all of which call this in the same order.
-        tensor: What the ledger counts.
+        tensor: Tensor whose bytes the ledger counts.
         collective: The function of `torch.distributed`.
         args: Its tensors.
-        options: Its other arguments but the group.
+        options: Its other arguments except the group.
     """
     if not open_ledgers:
         return collective(*args, group=axis.group, **options) or _DONE
     with record(name, axis.name, tensor, axis.size):
         work = collective(*args, group=axis.group, **options)
         if work is not None and is_timed():
-            work.wait()  # within the entry, so that its time is its own
+            work.wait()  # within the entry, which so times this collective alone
             return _DONE
     return work or _DONE
 
 
 def _nothing() -> None:
-    """Wait for nothing."""
+    """Wait function of an axis of one rank."""

@@ -1,17 +1,17 @@
-"""Collectives with their conjugates: what the forward does along an axis, and what the backward has to do.
+"""Collectives with their conjugates: the forward and the backward communication along an axis.
 
-Each is named by what happens to the data in both directions. Of an activation every rank holds the whole, a
-slice, or a term of a sum; that decides what it holds of the gradient:
+Each function is named by the operations in both directions. An activation is replicated, sharded (slices) or
+partial (terms of a sum) over the ranks; the placement of its gradient follows from that:
 
     forward    backward    from                   to
-    gather     scatter     slices                 the whole, used differently on every rank
-    gather     split       slices                 the whole, used alike on every rank
-    split      gather      the whole, alike       slices
+    gather     scatter     slices                 replicated, used differently on every rank
+    gather     split       slices                 replicated, used alike on every rank
+    split      gather      replicated             slices
     scatter    gather      terms of a sum         slices of the sum
     reduce     copy        terms of a sum         the sum, used alike on every rank
-    copy       reduce      the whole, alike       the whole, used differently on every rank
+    copy       reduce      replicated             replicated, used differently on every rank
     all-to-all all-to-all  slices along one dim   slices along another
-    exchange   exchange    rows where they are    rows where they are needed
+    exchange   exchange    rows of this rank      rows for this rank
 """
 
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ from colossalai.context import Axis
 
 
 def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that communicates, such that `torch.compile` does not look into it."""
+    """Exclude a communicating function from the graphs of `torch.compile`."""
     return torch.compiler.disable(function) if torch.compiler.is_compiling() else function
 
 
@@ -50,32 +50,32 @@ def scatter_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) 
 
 
 def reduce_forward_copy_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Sum over the ranks; the gradient of the sum is that of every term."""
+    """Sum over the ranks; the gradient of the sum is the gradient of every term."""
     return outside_graphs(_ReduceCopy.apply)(tensor, axis) if axis.size > 1 else tensor
 
 
 def copy_forward_reduce_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-    """Use a tensor that all ranks hold; sum what they find as its gradient."""
+    """Return a view of a replicated tensor; sum its gradients over the ranks."""
     return outside_graphs(_CopyReduce.apply)(tensor, axis) if axis.size > 1 else tensor
 
 
 def slice_of(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-    """Return this rank's slice of a tensor that all ranks hold, contiguous."""
+    """Return this rank's slice of a replicated tensor, contiguous."""
     return tensor.chunk(axis.size, dim)[axis.rank].contiguous()
 
 
 def all_to_all_forward_all_to_all_backward(
     tensor: torch.Tensor, axis: Axis, *, split_dim: int, gather_dim: int
 ) -> torch.Tensor:
-    """Exchange slices along `gather_dim` for slices along `split_dim`; the gradient goes the way back.
+    """Change the sharded dimension from `gather_dim` to `split_dim`; the gradient is exchanged back.
 
-    With n bytes of a slice and p ranks each direction sends (p - 1)/p n.
+    For a slice of n bytes and p ranks, each direction sends (p - 1)/p n bytes.
 
     Args:
-        tensor: A slice; of the same shape on all ranks.
+        tensor: This rank's slice, of the same shape on all ranks.
         axis: The ranks.
-        split_dim: The dimension that the result is cut along, a multiple of the number of ranks.
-        gather_dim: The dimension that `tensor` is cut along.
+        split_dim: Sharded dimension of the result, of a size that is a multiple of the number of ranks.
+        gather_dim: Sharded dimension of `tensor`.
     """
     if axis.size == 1:
         return tensor
@@ -86,16 +86,16 @@ def all_to_all_forward_all_to_all_backward(
 def exchange_forward_exchange_backward(
     rows: torch.Tensor, axis: Axis, *, num_sent: Sequence[int], num_received: Sequence[int]
 ) -> torch.Tensor:
-    """Send each rank the rows that are for it; the gradients of what came go the way back.
+    """Send each rank its rows; the gradients of the received rows are sent back.
 
     Args:
-        rows: (sum of `num_sent`, ...): those for the first rank, then those for the second, and so on.
+        rows: Rows to send, in the order of their target ranks; shape (sum of `num_sent`, ...).
         axis: The ranks.
-        num_sent: How many go to each.
-        num_received: How many come from each.
+        num_sent: Number of rows for each rank.
+        num_received: Number of rows from each rank.
 
     Returns:
-        (sum of `num_received`, ...), in the order of the ranks that sent them.
+        The received rows, in the order of their source ranks; shape (sum of `num_received`, ...).
     """
     if axis.size == 1:
         return rows
@@ -176,7 +176,7 @@ class _AllToAll(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        # What was split is gathered again, in the order of the ranks, and what was gathered is split.
+        # The inverse exchange: gather along `split_dim`, in the order of the ranks, and split `gather_dim`.
         back = all_to_all(grad, ctx.axis, split_dim=ctx.gather_dim, gather_dim=ctx.split_dim)
         return back, None, None, None
 

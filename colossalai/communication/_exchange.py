@@ -1,6 +1,6 @@
-"""Messages between any ranks of an axis at once, and the uneven all-to-all that is made of them.
+"""Batched messages between ranks of an axis, and the uneven all-to-all that consists of them.
 
-What is sent is read, and what is received is written, where it lies: neither is copied first.
+Messages are sent from the given tensors and received into the given tensors, without copies.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -18,11 +18,12 @@ def exchange(
 ) -> None:
     """Send each rank of an axis a tensor and receive one from each; collective.
 
-    The ledger's bytes are those that this rank sends to others.
+    The ledger counts the bytes that this rank sends to other ranks.
 
     Args:
-        sends: A contiguous tensor for each rank, in their order; no elements: no message.
-        receives: Where the tensor of each rank goes, contiguous and of its length; this rank's own is copied.
+        sends: Contiguous tensors in the order of their target ranks; an empty one is not sent.
+        receives: Contiguous tensors of the same lengths for the messages of the ranks, in their order. This
+            rank's own message is copied.
         parallel_mode: The axis.
     """
     axis = as_axis(parallel_mode)
@@ -31,7 +32,7 @@ def exchange(
         return
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     with record_bytes("exchange", axis.name, sum(sends[rank].nbytes for rank in others)):
-        if shares_memory(axis):  # where ranks meet once, in half the time of as many messages
+        if shares_memory(axis):  # one collective takes half the time of the messages
             dist.all_to_all(list(receives), list(sends), group=axis.group)
             return
         messages = start_messages(
@@ -46,12 +47,12 @@ def exchange(
 def exchange_pieces(
     sent: torch.Tensor, *, send_sizes: Sequence[int], receive_sizes: Sequence[int], parallel_mode: AxisLike
 ) -> torch.Tensor:
-    """Return what the ranks of an axis have for this one, in their order; collective.
+    """Return the pieces that the ranks of an axis send to this one, in their order; collective.
 
     Args:
-        sent: What goes to the first rank, then what goes to the second, and so on; flat.
-        send_sizes: How many elements go to each.
-        receive_sizes: How many come from each.
+        sent: Pieces to send, in the order of their target ranks; flat.
+        send_sizes: Number of elements for each rank.
+        receive_sizes: Number of elements from each rank.
         parallel_mode: The axis.
     """
     received = sent.new_empty(sum(receive_sizes))
@@ -66,22 +67,21 @@ def start_messages(
     receives: Mapping[int, torch.Tensor],
     tag: int = 0,
 ) -> Callable[[], None]:
-    """Begin to send to and to receive from ranks of an axis; return what waits for both.
+    """Start to send to and to receive from ranks of an axis; return the function that waits for all messages.
 
-    Under a timed ledger they have ended on return, so that their time is their own. Whoever calls this writes
-    to the ledger.
+    Under a timed ledger the messages are complete on return. The caller records them in the ledger.
 
     Args:
-        axis: The ranks, by whose positions along it messages are addressed.
-        sends: What goes to whom; no elements: no message, which the other one knows.
-        receives: Where what comes from whom goes.
-        tag: Messages of different tags never meet.
+        axis: The ranks; their positions along it address the messages.
+        sends: Tensors by target rank; an empty one is not sent.
+        receives: Tensors by source rank; an empty one is not received.
+        tag: Tag of the messages.
     """
     ops = [
         *(dist.P2POp(dist.irecv, part, None, axis.group, tag, r) for r, part in receives.items()),
         *(dist.P2POp(dist.isend, part, None, axis.group, tag, r) for r, part in sends.items()),
     ]
-    ops = [op for op in ops if op.tensor.numel() > 0]  # whose lengths all ranks know
+    ops = [op for op in ops if op.tensor.numel() > 0]  # both ranks know the length
     works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait() -> None:

@@ -1,10 +1,10 @@
-"""The byte ledger: what a block of code sends, by operation and axis; and how long that takes, where asked.
+"""Byte ledger: bytes that a block of code sends, by operation and axis, and optionally the time it takes.
 
-Bytes are those that one rank sends when the operation runs over a ring (the papers' count): for p ranks and n
-bytes,
+The bytes of an operation are those that one rank sends over a ring (the papers' count). For p ranks and n
+bytes:
 all-gather of a slice of n: (p-1) n; reduce-scatter and all-to-all of n: (p-1)/p n; all-reduce of n:
-2 (p-1)/p n; broadcast and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n. Of
-an exchange, in which each rank sends what it likes to whom it likes, they are those that this rank sends.
+2 (p-1)/p n; broadcast and reduce of n: (p-1)/p n, the mean over the ranks; a shift to the next rank: n. For
+an exchange with arbitrary sizes, they are the bytes that this rank sends.
 """
 
 import time
@@ -20,10 +20,10 @@ class LedgerEntry:
     """One operation of this rank.
 
     Attributes:
-        op: Its name.
-        axis: The name of the axis that it ran along.
+        op: Name of the operation.
+        axis: Name of its axis.
         num_bytes: Bytes that this rank sent.
-        seconds: How long this rank was in it, waiting for the others included; 0 if nobody asked.
+        seconds: Duration on this rank, including the wait for the others; 0 without a timed ledger.
     """
 
     op: str
@@ -37,23 +37,23 @@ class Ledger:
     """The operations of a block, in order.
 
     Attributes:
-        entries: One for each operation.
-        timed: Whether they carry seconds.
+        entries: Entries of the operations.
+        timed: Whether the entries have a duration.
     """
 
     entries: list[LedgerEntry] = field(default_factory=list)
     timed: bool = False
 
     def num_bytes(self, op: str | None = None, axis: str | None = None) -> float:
-        """Return the bytes that this rank sent, of one operation and along one axis where given."""
+        """Return the bytes that this rank sent, optionally of one operation or along one axis."""
         return sum(entry.num_bytes for entry in self._of(op, axis))
 
     def seconds(self, op: str | None = None, axis: str | None = None) -> float:
-        """Return the time that this rank spent in them, of one operation and along one axis where given."""
+        """Return the duration of the operations, optionally of one kind or along one axis."""
         return sum(entry.seconds for entry in self._of(op, axis))
 
     def count(self, op: str | None = None, axis: str | None = None) -> int:
-        """Return the number of operations, of one kind and along one axis where given."""
+        """Return the number of operations, optionally of one kind or along one axis."""
         return len(self._of(op, axis))
 
     def _of(self, op: str | None, axis: str | None) -> list[LedgerEntry]:
@@ -61,16 +61,16 @@ class Ledger:
 
 
 open_ledgers: list[Ledger] = []
-"""The ledgers whose blocks are running; where there is none, a collective notes nothing."""
+"""Ledgers of the open blocks; without one, a collective records nothing."""
 
 
 @contextmanager
 def ledger(*, timed: bool = False) -> Iterator[Ledger]:
-    """Record what is sent within the block, by `colossalai.communication`; blocks may be nested.
+    """Record the operations of `colossalai.communication` within the block; blocks can be nested.
 
     Args:
-        timed: Also take the time of each operation. An accelerator is waited for before and after it, so that
-            nothing overlaps with it: read the time of the whole block from a run without.
+        timed: Whether to time each operation. The accelerator is synchronized before and after it, so that
+            nothing overlaps with it; time the whole block in a run without a timed ledger.
     """
     book = Ledger(timed=timed)
     open_ledgers.append(book)
@@ -93,19 +93,19 @@ _UNRECORDED = nullcontext()
 
 
 def is_timed() -> bool:
-    """Whether an open ledger takes the time."""
+    """Whether an open ledger is timed."""
     return any(book.timed for book in open_ledgers)
 
 
 def record(op: str, axis: str, tensor: torch.Tensor, num_ranks: int) -> AbstractContextManager[None]:
-    """Return a context for an operation on `tensor`, which notes it in every open ledger."""
+    """Return a context that records an operation on `tensor` in every open ledger."""
     if not open_ledgers:
         return _UNRECORDED
     return _recorded(op, axis, tensor.nbytes * _RING_SHARE[op](num_ranks))
 
 
 def record_bytes(op: str, axis: str, num_bytes: float) -> AbstractContextManager[None]:
-    """Return a context for an operation in which this rank sends so many bytes; see `record`."""
+    """Return a context that records an operation with `num_bytes` bytes sent by this rank; see `record`."""
     return _recorded(op, axis, num_bytes) if open_ledgers else _UNRECORDED
 
 

@@ -1,9 +1,9 @@
-"""Blocks that go round a ring while the ranks compute, and sums that follow them home.
+"""Ring rotation of blocks, overlapped with computation, and of the partial sums for their owners.
 
-Rank r of p holds block r. In p - 1 shifts to the next rank every block passes every rank; each shift is under
-way while the rank computes with the block that it holds. What the ranks find as parts of a sum that belongs
-to the owner of a block follows it: the sum starts at the rank after the owner, is added to by each rank that
-the block passes, and arrives after p - 1 shifts of its own at the owner, who adds its own part last.
+Rank r of p holds block r. In p - 1 shifts to the next rank every block passes every rank; each shift overlaps
+with the computation on the block that the rank holds. The partial sum for the owner of a block follows the
+block: it starts at the rank after the owner, each rank that the block passes adds its part, and after p - 1
+shifts it arrives at the owner, which adds its own part last.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,12 +21,12 @@ Tensors = tuple[torch.Tensor, ...]
 
 @dataclass(frozen=True)
 class RingShift:
-    """Tensors on their way to the next rank, and those of the previous one on theirs to this.
+    """A shift in flight: tensors to the next rank, and from the previous one.
 
     Attributes:
-        sent: What this rank sends; it must not change before `wait`.
-        received: Where the tensors of the previous rank arrive.
-        requests: The operations under way.
+        sent: Tensors that this rank sends; they must not be modified before `wait`.
+        received: Buffers for the tensors of the previous rank.
+        requests: Works of the sends and receives.
         axis: The ring.
     """
 
@@ -36,9 +36,9 @@ class RingShift:
     axis: Axis
 
     def wait(self) -> Tensors:
-        """Return the tensors of the previous rank; those sent may change from here on.
+        """Wait for the shift and return the tensors of the previous rank; the sent ones can be modified then.
 
-        One entry of the ledger for each tensor; the time of the first one is what this rank waits for all.
+        The ledger gets one entry per tensor; the first one has the duration of the wait for all of them.
         """
         for index, tensor in enumerate(self.sent):
             with record("shift", self.axis.name, tensor, self.axis.size):
@@ -48,10 +48,10 @@ class RingShift:
 
 
 def ring_shift_async(tensors: Sequence[torch.Tensor], parallel_mode: AxisLike) -> RingShift:
-    """Begin to send tensors to the next rank of a ring, and to receive those of the previous one.
+    """Start to send tensors to the next rank of a ring, and to receive those of the previous one.
 
     Args:
-        tensors: What this rank sends; of the same shapes and types on all ranks.
+        tensors: Tensors of this rank, of the same shapes and dtypes on all ranks.
         parallel_mode: The axis, of two ranks or more.
     """
     axis = as_axis(parallel_mode)
@@ -66,13 +66,13 @@ def ring_shift_async(tensors: Sequence[torch.Tensor], parallel_mode: AxisLike) -
 
 
 def ring_blocks(tensors: Sequence[torch.Tensor], axis: Axis) -> Iterator[tuple[int, Tensors]]:
-    """Yield (owner, its tensors) for every rank of a ring, this one first, then the one before, and so on.
+    """Yield (owner, its tensors) for every rank of a ring: this rank, then the one before it, and so on.
 
-    The tensors of the next owner arrive while the caller computes with those it has. The tensors must not be
-    changed. p - 1 shifts of each.
+    The tensors of the next owner arrive while the caller computes with the present ones, which must not be
+    modified. Each tensor is shifted p - 1 times.
 
     Args:
-        tensors: The tensors of this rank; of the same shapes and types on all ranks.
+        tensors: Tensors of this rank, of the same shapes and dtypes on all ranks.
         axis: The ring.
     """
     held: Tensors = tuple(tensors)
@@ -97,12 +97,12 @@ class RingSum:
         self._step = 0
 
     def add(self, *parts: torch.Tensor) -> None:
-        """Give this rank's parts of the sums of the present block, once for each block; they are changed."""
+        """Add this rank's parts of the sums of the present block, once per block; they are modified."""
         if self._step == 0:
             self._own = parts
         else:
             arrived = () if self._shift is None else self._shift.wait()
-            for part, others in zip(parts, arrived, strict=False):  # nothing arrives where the sum starts
+            for part, others in zip(parts, arrived, strict=False):  # empty at the start of the sum
                 part.add_(others)
             self._shift = ring_shift_async(parts, self._axis)
         self._step += 1

@@ -1,16 +1,16 @@
-"""Shared memory: ranks of one machine communicate through its memory instead of gloo's sockets.
+"""Shared memory backend: ranks of one machine communicate through its memory instead of gloo's sockets.
 
-A torch backend of the name "shared_memory", in Python; see docs/design/shared_memory.md.
+A torch backend with the name "shared_memory", in Python; see docs/design/shared_memory.md.
 
-| word | what it is |
+| word | meaning |
 | --- | --- |
 | segment | memory that the ranks of a group map |
 | island | the ranks of a group that share a segment, because they share a machine |
-| slot | the part of a segment in which a rank gives data to collectives, in two halves used by turns |
-| part, phase | what passes through a slot at once; how far a rank has come with it |
+| slot | a rank's buffer in the segment for collectives, in two halves that are used alternately |
+| part, phase | a chunk of a collective that fits into a slot; a rank's progress on it |
 | mailbox | a ring of bytes from one rank to another |
-| arena | memory of a process in which the others read its tensors where they lie |
-| bell, alarm | words at which a rank that waits for messages, or its thread for them, sleeps |
+| arena | memory of a process whose tensors the other ranks read in place |
+| bell, alarm | futex words on which a rank that waits for messages, or its message thread, sleeps |
 """
 
 from colossalai.communication.shared_memory._machines import empty_to_lend as empty_to_lend

@@ -1,8 +1,8 @@
-"""Calls of collectives as ranks see them of one another: the header that each writes, and what does not fit.
+"""Call headers of collectives, by which ranks detect mismatched calls.
 
-Every rank writes the header of its call beside the data, before it says that they are there. Whoever reads a
-rank's data compares its header first, so that different collectives, types, numbers of elements, operations
-and roots at the same place of a group are an error at once and on all ranks, and never wrong numbers.
+Every rank writes the header of its call next to the data, before it publishes both. A reader of a rank's data
+compares its header first. So mismatched collectives, dtypes, numbers of elements, reductions and roots under
+the same number of a group are an error at once and on all ranks, and never wrong numbers.
 """
 
 import struct
@@ -17,7 +17,7 @@ _AGREED = struct.Struct("<QQQBBBBi")  # the same on all ranks
 _OWN = struct.Struct("<IQ?Q")  # `OwnFields`
 AGREED_SIZE = _AGREED.size
 
-# The places in these lists are what is written: they only grow at the end.
+# Headers contain indices into these lists, so new entries are appended.
 OPERATIONS = (
     "barrier",
     "all_reduce",
@@ -66,7 +66,7 @@ class OwnFields(NamedTuple):
     Attributes:
         room: Bytes that the rank has reserved of each half of its slot.
         extent: Bytes of its largest message in an all-to-all.
-        is_even: Whether its other messages are as large.
+        is_even: Whether all its messages have this size.
         place: Offset of the call's operand in the arena of the rank; 0: it is in the slot.
     """
 
@@ -76,31 +76,30 @@ class OwnFields(NamedTuple):
     place: int = 0
 
     def packed(self) -> bytes:
-        """Return them as the end of a header."""
+        """Return the fields as the last bytes of a header."""
         return _OWN.pack(*self)
 
     @classmethod
     def of(cls, header: bytes) -> "OwnFields":
-        """Return those of a header."""
+        """Return the fields of a header."""
         return cls(*_OWN.unpack_from(header, AGREED_SIZE))
 
 
 class Call(NamedTuple):
-    """One collective of a group as one rank makes it.
+    """One collective of a group, as issued by one rank.
 
     Attributes:
-        number: How many the group has had before.
+        number: Sequence number in the group.
         operation: One of `OPERATIONS`.
-        num_elements: Of what each rank gives or gets, whichever is a rank's share; 0 where ranks differ.
-        dtype: Of the elements; None where there are none.
-        reduction: One of `REDUCTIONS`, empty where nothing is reduced.
-        root: The rank of the group that gives or gets, -1 without one.
-        island_root: Who does so of the ranks that share memory, where the group has others as well; -1 where
-            it has not.
-        is_growing: Whether ranks first agree on larger slots.
+        num_elements: Number of elements of a rank's share, input or output; 0 if ranks differ.
+        dtype: Dtype of the elements; None without elements.
+        reduction: One of `REDUCTIONS`, empty without a reduction.
+        root: Group rank of the root, -1 without one.
+        island_root: Root among the ranks that share memory, if the group has several machines; else -1.
+        is_growing: Whether the ranks first agree on larger slots.
         room: Bytes that this rank has reserved of each half of its slot.
-        stamp: What the caller wants to be alike on all ranks, beside the call itself.
-        words: What the stamp means, for people; as they are on this rank.
+        stamp: Number of the caller that has to be the same on all ranks; 0: none.
+        words: Description of the stamp for error messages, on this rank.
     """
 
     number: int
@@ -117,16 +116,16 @@ class Call(NamedTuple):
 
     @property
     def slot_root(self) -> int:
-        """The index in the slots of the rank that gives or gets."""
+        """Index of the root in the slots."""
         return self.root if self.island_root < 0 else self.island_root
 
     @property
     def slot_reduction(self) -> str:
-        """What is done in the slots; a mean is a sum there, if ranks of other machines are still missing."""
+        """Reduction in the slots: a sum for AVG, if the terms of other machines are still missing."""
         return "SUM" if self.reduction == "AVG" and self.island_root >= 0 else self.reduction
 
     def packed(self) -> bytes:
-        """Return it as the bytes of a header."""
+        """Return the call as the bytes of a header."""
         dtype = _OTHER_DTYPE if self.dtype is None else _DTYPE_PLACES.get(self.dtype, _OTHER_DTYPE)
         return (
             _AGREED.pack(
@@ -143,7 +142,7 @@ class Call(NamedTuple):
         )
 
     def described(self, where: str) -> str:
-        """Name it: "all_reduce #118 of group 'tp'"."""
+        """Return the name of the call: "all_reduce #118 of group 'tp'"."""
         return f"{self.operation} #{self.number} {where}"
 
 
@@ -153,9 +152,9 @@ def disagreement(
     """Return the properties in which the calls of ranks differ.
 
     Args:
-        where: The name of the group.
-        headers: By global rank, of those that are known to have come.
-        words_of: Returns the meaning of a rank's stamp, or of its last one.
+        where: Name of the group.
+        headers: Headers of the ranks that have started the call, by global rank.
+        words_of: Returns the description of a rank's stamp, or of its last one.
     """
     calls = {rank: _properties(header) for rank, header in headers.items()}
     numbers = {properties.pop("number") for properties in calls.values()}

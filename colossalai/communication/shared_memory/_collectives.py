@@ -1,7 +1,7 @@
-"""Collectives over slots in shared memory: what each rank writes, when it waits, what it reads.
+"""Collectives over slots in shared memory.
 
-p ranks, n bytes for each. Sums go in the order of ranks, element by element, whatever the parts are, so that
-their bits depend on neither; float16 and bfloat16 are summed in float32 and rounded once.
+p ranks, n bytes per rank. Sums are in rank order, element by element, for any split into parts, so that their
+bits depend on neither; float16 and bfloat16 are summed in float32 and rounded once.
 
 | call | a rank copies in | adds | copies out | phases waited for |
 | --- | --- | --- | --- | --- |
@@ -29,9 +29,9 @@ from colossalai.communication.shared_memory._tensors import Bytes
 
 Combine = Callable[..., torch.Tensor]
 
-_SMALL = 64 << 10  # bytes that each rank rather adds up by itself than waits once more for
+_SMALL = 64 << 10  # up to so many bytes, each rank computes the whole sum, which saves one wait
 _CACHE_LINE = 64
-_MOST_DIMS = 16  # of a sparse tensor, whose shape the others are told
+_MOST_DIMS = 16  # most dimensions of a sparse tensor, whose shape is exchanged
 _COMBINES: dict[str, Combine] = {
     "SUM": torch.add,
     "AVG": torch.add,
@@ -59,17 +59,17 @@ _REDUCIBLE = (
 
 
 def check_reduction(reduction: str, dtype: torch.dtype) -> None:
-    """Refuse what cannot be reduced.
+    """Check that a reduction exists for a dtype.
 
     Raises:
-        ValueError: `reduction` does not exist, or not for `dtype`; the message says what does.
+        ValueError: `reduction` does not exist, or not for `dtype`; the message has the alternatives.
     """
     if (reduction, dtype) not in _EXISTING:
         raise ValueError(_why_not(reduction, dtype))
 
 
 def _why_not(reduction: str, dtype: torch.dtype) -> str:
-    """Say what is wrong with a reduction; nothing if it exists."""
+    """Return the error message of an unsupported reduction; empty if it is supported."""
     name = str(dtype).removeprefix("torch.")
     is_exact = not (dtype.is_floating_point or dtype.is_complex)
     if reduction not in _COMBINES:
@@ -91,7 +91,7 @@ _EXISTING = frozenset(
 
 
 def barrier(slots: Slots, call: Call) -> None:
-    """Return when all ranks have come."""
+    """Wait until all ranks have entered the barrier."""
     slots.start(call, 0)
     slots.begin()
     slots.publish(DONE)
@@ -112,7 +112,7 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
             sections = _sections(part.numel(), slots.num_ranks, unit)
             _reduce_section(slots, part, sections, call.slot_reduction, start=start, lends=lends)
             slots.publish(REDUCED)
-            slots.wait(REDUCED)
+            slots.wait(REDUCED)  # the sums of all sections are complete; the next line copies them
             _collect(slots, part, sections, start=start, lends=lends)
         slots.publish(DONE)
     if lends:
@@ -120,18 +120,18 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
 
 
 def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
-    """Replace a sparse tensor by the sum over all ranks, whose entries are those that some rank has.
+    """Replace a sparse tensor by the sum over all ranks; its entries are the union of the ranks' entries.
 
-    Every rank gets the numbers, places and values of all ranks' entries, and adds them up by itself, in the
-    order of ranks. The parts are padded to the longest, so a rank with few entries pays for it.
+    Every rank gathers the counts, indices and values of all ranks' entries, and adds them in rank order. The
+    entries are padded to the largest count, which also determines the cost of ranks with few entries.
 
     Args:
-        slots: Of the group.
-        call: What all ranks do; its reduction is SUM or AVG.
-        tensor: Of layout `torch.sparse_coo`, of the same shape on all ranks.
+        slots: Slots of the group.
+        call: The call, the same on all ranks, with the reduction SUM or AVG.
+        tensor: Tensor of layout `torch.sparse_coo`, of the same shape on all ranks.
 
     Raises:
-        ValueError: Ranks have tensors of different shapes, or with other dimensions sparse.
+        ValueError: Ranks have tensors of different shapes or of different numbers of sparse dimensions.
     """
     own = tensor.coalesce()
     count, places, values = own._nnz(), own.indices(), own.values()
@@ -148,7 +148,7 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     padded = [part.new_zeros(max(counts), *part.shape[1:]) for part in (places.t(), values)]
     padded[0][:count], padded[1][:count] = places.t(), values
     all_places, all_values = (_gather_alike(slots, call, part) for part in padded)
-    # No place comes twice from one rank: each `index_add_` adds one number to an element, in rank order.
+    # The indices of a rank are unique, so each `index_add_` adds one number to an element, in rank order.
     joined = torch.cat([found[:number] for found, number in zip(all_places, counts, strict=True)])
     union, rows = joined.unique(dim=0, return_inverse=True)
     is_half = values.dtype in HALVES
@@ -164,7 +164,7 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
 
 
 def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
-    """Replace a flat contiguous tensor by the reduction over all ranks, at the root alone."""
+    """Replace a flat contiguous tensor by the reduction over all ranks, on the root only."""
     slots.start(call, tensor.nbytes)
     unit = tensor.element_size()
     is_root = slots.rank == call.slot_root
@@ -175,7 +175,7 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
             slots.put(part.data_ptr(), size)
             slots.publish(WRITTEN if is_root else DONE)
             if is_root:
-                slots.wait(WRITTEN)
+                slots.wait(WRITTEN)  # all terms are in the slots; the other ranks do not wait
                 combine(part, _terms(slots, part, 0), call.slot_reduction)
             else:
                 slots.look_later()
@@ -191,13 +191,13 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
 
 
 def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch.Tensor) -> None:
-    """Reduce a flat tensor of p sections over all ranks, of which each rank keeps its own.
+    """Reduce a flat tensor of p sections over all ranks; each rank gets its own section.
 
     Args:
-        slots: Of the group.
-        call: What all ranks do.
-        output: (n,), this rank's section; it may lie in `source`.
-        source: (p n,), of this rank.
+        slots: Slots of the group.
+        call: The call, the same on all ranks.
+        output: This rank's section of the result, (n,); it can be a view of `source`.
+        source: Term of this rank, (p n,).
     """
     slots.start(call, source.nbytes)
     lends = slots.lend(source.data_ptr(), source.nbytes)
@@ -209,7 +209,7 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
             slots.put(source.data_ptr() + other * output.nbytes + start, size, other * size)
         own = source[slots.rank * count + first :][:length]
         part = output[first : first + length]
-        if part.data_ptr() == own.data_ptr() and slots.rank:  # the sum would run over its own later term
+        if part.data_ptr() == own.data_ptr() and slots.rank:  # the sum would overwrite its own term
             slots.put(own.data_ptr(), size, slots.rank * size)
             own = slots.elements(slots.rank, slots.rank * length, length, output.dtype)
         slots.publish(WRITTEN)
@@ -230,11 +230,11 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
     """Copy bytes of each rank to all ranks.
 
     Args:
-        slots: Of the group.
-        call: What all ranks do.
-        targets: Addresses, for the bytes of each rank; this rank's own may be `source`.
-        source: The address of this rank's bytes.
-        num_bytes: How many each rank gives.
+        slots: Slots of the group.
+        call: The call, the same on all ranks.
+        targets: Target addresses by source rank; this rank's own can be `source`.
+        source: Address of this rank's bytes.
+        num_bytes: Number of bytes per rank.
     """
     slots.start(call, num_bytes)
     lends = slots.lend(source, num_bytes)
@@ -244,7 +244,7 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
             slots.put(source + start, size)
         slots.publish(WRITTEN)
         copy_bytes(targets[slots.rank] + start, source + start, size)
-        slots.wait(WRITTEN)
+        slots.wait(WRITTEN)  # all ranks' bytes are in their slots or arenas
         slots.look_for_loans()
         for other in slots.following:
             slots.get_operand(targets[other] + start, other, size, at=start, in_slot=0)
@@ -254,18 +254,18 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
 
 
 def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequence[Bytes]) -> None:
-    """Send each rank bytes of its own, any number of them.
+    """Send each rank a message of any size.
 
-    Each part gives every pair of ranks the same region of the sender's slot. Where the messages of a rank
-    are of different sizes, its first part begins with their sizes; where they are alike, its header says
-    how large they are. So a receiver that expects another size says so, and all know how many parts there
-    are: the largest message of all decides.
+    In each part, every pair of ranks has a region of the same size in the sender's slot. If the messages of a
+    rank have different sizes, its first part begins with a table of them; otherwise its header has the common
+    size. Receivers compare these sizes with the expected ones, and all ranks derive the number of parts from
+    the largest message.
 
     Args:
-        slots: Of the group.
-        call: What all ranks do.
+        slots: Slots of the group.
+        call: The call, the same on all ranks.
         targets: Address and number of the bytes from each rank.
-        sources: Address and number of the bytes to each rank.
+        sources: Address and number of the bytes for each rank.
 
     Raises:
         ValueError: A rank sends more or less than this one expects.
@@ -289,7 +289,7 @@ def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequ
                 sources[other][0] + start, max(0, min(region, sizes[other] - start)), head + other * region
             )
         slots.publish(WRITTEN)
-        slots.wait(WRITTEN)
+        slots.wait(WRITTEN)  # the messages of all ranks, and the sizes in the first part
         if is_first:
             extent = _check_sizes(slots, largest, targets)
         for other in slots.following:
@@ -303,7 +303,7 @@ def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequ
 
 
 def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
-    """Replace bytes by those of the root."""
+    """Replace bytes by the root's bytes."""
     slots.start(call, num_bytes)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
@@ -311,13 +311,13 @@ def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
         if slots.rank == call.slot_root:
             slots.put(address + start, size)
         else:
-            slots.wait(WRITTEN, (call.slot_root,))
+            slots.wait(WRITTEN, (call.slot_root,))  # for the root alone
             slots.get(address + start, call.slot_root, size)
         slots.publish(DONE)
 
 
 def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
-    """Copy bytes of each rank to the root, which gives an address for each; the others give none."""
+    """Copy bytes of each rank to the root. `targets` has an address per rank there, else it is empty."""
     slots.start(call, num_bytes)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
@@ -335,7 +335,7 @@ def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_by
 
 
 def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_bytes: int) -> None:
-    """Copy bytes to each rank from the root, which gives an address for each; the others give none."""
+    """Copy bytes from the root to each rank. `sources` has an address per rank there, else it is empty."""
     slots.start(call, num_bytes * slots.num_ranks)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE, slots.num_ranks):
         slots.begin()
@@ -352,7 +352,7 @@ def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_b
 
 
 def _gather_alike(slots: Slots, call: Call, own: torch.Tensor) -> torch.Tensor:
-    """Return the tensors of all ranks, of one shape, in one with a first dimension for the ranks."""
+    """Gather tensors of the same shape and stack them along a new first dimension, by rank."""
     own = own.contiguous()
     gathered = own.new_empty(slots.num_ranks, *own.shape)
     first = gathered.data_ptr()
@@ -362,15 +362,15 @@ def _gather_alike(slots: Slots, call: Call, own: torch.Tensor) -> torch.Tensor:
 
 
 def _parts(slots: Slots, num_bytes: int, unit: int, share: int = 1) -> list[tuple[int, int]]:
-    """Return where the parts begin, and their bytes: one empty part where there is nothing to send.
+    """Return the offsets and sizes of the parts in bytes; one empty part if there is nothing to send.
 
-    The first part comes with the header, so that ranks that do not agree find out also then.
+    The first part carries the header, so that mismatched calls are detected also without data.
     """
     return list(slots.parts(num_bytes, unit, share)) or [(0, 0)]
 
 
 def _sections(count: int, num_ranks: int, unit: int) -> list[slice]:
-    """Cut elements into one section for each rank, at the borders of cache lines; the last may be empty."""
+    """Split elements into one section per rank, at cache lines; the last ones can be empty."""
     line = max(1, _CACHE_LINE // unit)
     size = -(-count // num_ranks // line) * line if count >= num_ranks * line else -(-count // num_ranks)
     return [slice(min(count, rank * size), min(count, (rank + 1) * size)) for rank in range(num_ranks)]
@@ -386,9 +386,9 @@ def _all_reduce_alone(slots: Slots, part: torch.Tensor, reduction: str) -> None:
 def _reduce_section(
     slots: Slots, part: torch.Tensor, sections: Sequence[slice], reduction: str, *, start: int, lends: bool
 ) -> None:
-    """Reduce this rank's section, after giving the others theirs of this rank's part.
+    """Publish this rank's terms of the other sections, and reduce its own section.
 
-    The result goes where the others look for it: into this rank's slot, or its operand if that is lent.
+    The result is written to this rank's slot, or to its operand if that is lent, for the other ranks to read.
     """
     unit, mine = part.element_size(), sections[slots.rank]
     before, after = mine.start * unit, mine.stop * unit
@@ -396,7 +396,7 @@ def _reduce_section(
         slots.put(part.data_ptr(), before)
         slots.put(part.data_ptr() + after, part.nbytes - after, after)
     slots.publish(WRITTEN)
-    slots.wait(WRITTEN)
+    slots.wait(WRITTEN)  # the terms of this rank's section are in the slots or arenas of all ranks
     slots.look_for_loans()
     terms = [
         part[mine]
@@ -405,20 +405,20 @@ def _reduce_section(
         for rank in range(slots.num_ranks)
     ]
     target = part[mine] if lends else slots.elements(slots.rank, mine.start, terms[0].numel(), part.dtype)
-    if lends and slots.rank > 1:  # the sum would run over its own later term: that waits in the free slot
+    if lends and slots.rank > 1:  # the sum would overwrite this rank's term before its turn
         slots.put(part.data_ptr() + before, after - before, before)
         terms[slots.rank] = slots.elements(slots.rank, mine.start, target.numel(), part.dtype)
     combine(target, terms, reduction)
 
 
 def _terms(slots: Slots, part: torch.Tensor, start: int) -> list[torch.Tensor]:
-    """Return what lies in the slots from element `start` on, by rank, of the type and length of `part`."""
+    """Return views of the slots of all ranks from element `start` on, with the dtype and size of `part`."""
     count = part.numel()
     return [slots.elements(rank, start, count, part.dtype) for rank in range(slots.num_ranks)]
 
 
 def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice], *, start: int, lends: bool) -> None:
-    """Copy the reduced sections to where they belong; this rank's own is there if its operand is lent."""
+    """Copy the reduced sections into `part`; this rank's own is there already if its operand is lent."""
     unit = part.element_size()
     for rank in slots.following if lends else (slots.rank, *slots.following):
         section = sections[rank]
@@ -427,7 +427,7 @@ def _collect(slots: Slots, part: torch.Tensor, sections: Sequence[slice], *, sta
 
 
 def combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str) -> None:
-    """Reduce the terms, in their order, into `target`, which may be the first one and none of the others."""
+    """Reduce the terms, in their order, into `target`, which can be the first term but no other."""
     combine = _COMBINES[reduction]
     total = target if target.dtype not in HALVES else torch.empty_like(target, dtype=torch.float32)
     if len(terms) == 1 or total is not target:
@@ -443,7 +443,7 @@ def combine(target: torch.Tensor, terms: Sequence[torch.Tensor], reduction: str)
 
 
 def _check_sizes(slots: Slots, largest: int, targets: Sequence[Bytes]) -> int:
-    """Compare what the others send to this rank with what it expects; return the largest message of all."""
+    """Compare the sizes of the messages for this rank with the expected ones; return the largest message."""
     for other in slots.others:
         extent, is_even = slots.extent(other)
         largest = max(largest, extent)

@@ -1,20 +1,19 @@
-"""Counters in shared memory: what a rank has done, and how the others wait for it.
+"""Progress counters in shared memory, and the wait for them.
 
-Each counter is a 32-bit word with a cache line and one writer of its own. It only grows, and wraps: one value
-is behind another one if the difference is at least half of what a word holds. Who waits looks some times, and
-sleeps in the kernel then (futex), by slices: between two slices it looks whether those it waits for still
-live, and a signal such as Ctrl-C gets its turn.
+Each counter is a 32-bit word in its own cache line, with one writer. It only grows, and wraps: a value is
+behind another one if the difference is at least half of the range. A waiting rank spins briefly, and then
+sleeps in the kernel (futex), in slices: between two slices it checks that the other ranks are alive, and
+signals such as Ctrl-C are handled.
 
 [Note: no reader sees half a message]
-A writer puts its bytes into shared memory, calls `fence`, and sets its counter. A reader sees the counter's
-new value, calls `fence`, and reads the bytes. What must not happen is that the counter is seen before the
-bytes, by either side's doing: the writer's stores may become visible in another order, and the reader's loads
-may be done in another order than the program's. x86-64 keeps the order of stores among one another and that
-of loads among one another, so there `fence` is nothing. Other processors keep neither, and `fence` is an
-atomic operation in the kernel (FUTEX_WAKE_OP on a word of our own), which orders everything around it.
-Neither processor keeps a store before a later load of something else. So nobody here decides by a load, after
-its own store, whether somebody sleeps: who has set a counter always wakes. The kernel orders both sides
-there: it compares the word with what the sleeper has seen, under a lock that the waking takes as well.
+A writer stores its bytes in shared memory, calls `fence`, and sets its counter. A reader loads the counter's
+new value, calls `fence`, and reads the bytes. The counter must not be visible before the bytes. Both sides
+can break that: the writer's stores can become visible in another order, and the reader's loads can be
+reordered. x86-64 keeps the order of stores and the order of loads, so `fence` is a no-op there. Other
+processors keep neither, and `fence` is an atomic operation in the kernel (FUTEX_WAKE_OP on a private word),
+which orders everything around it. No processor keeps a store before a later load of another word. So a writer
+never decides by a load, after its own store, whether a reader sleeps: it always wakes. The kernel orders both
+sides: under the lock that the wake-up also takes, it compares the word with the value that the sleeper saw.
 tests/communication/shared_memory/test_model.py runs all interleavings of it, with and without fences.
 """
 
@@ -29,11 +28,11 @@ from collections.abc import Callable
 
 from colossalai.communication.shared_memory._segment import Segment
 
-LINE = 64  # bytes that processors exchange as one; words of two writers in one line slow each other down
-SLICE_S = 0.01  # of a wait, between two looks at the others: who ends a job gives them 0.1 s to say why
+LINE = 64  # bytes of a cache line; words of two writers in one line slow each other down
+SLICE_S = 0.01  # between two checks of the other ranks in a wait; an ending job gives them 0.1 s for errors
 
-# Before sleeping: looks alone, then looks between which another process may have the core. Where each rank
-# has a core they last as long as falling asleep and waking up; where ranks share cores, others need these.
+# Before a sleep: loads alone, then loads with a yield of the core in between. With a core per rank they last
+# as long as a sleep and a wake-up; with fewer cores than ranks there are fewer yields.
 _SPINS, _YIELDS, _FEW_YIELDS = 20, 120, 5
 _FUTEX_NUMBERS = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
 _WAIT, _WAKE, _WAKE_OP = 0, 1, 5
@@ -43,7 +42,7 @@ _HALF, _MASK = 2**31, 2**32 - 1
 
 
 def is_behind(value: int, target: int) -> bool:
-    """Whether a counter that is at `value` has not come to `target`."""
+    """Whether a counter with `value` has not reached `target`."""
     return (value - target) & _MASK >= _HALF
 
 
@@ -52,11 +51,11 @@ class _TimeSpec(ctypes.Structure):
 
 
 class Futex:
-    """Sleeping and waking by the address of a word, of Linux.
+    """Linux futex: sleep and wake by the address of a word.
 
     Args:
-        number: Of the system call.
-        is_ordered: Whether the processor keeps the order of stores, and that of loads.
+        number: Number of the system call.
+        is_ordered: Whether the processor keeps the order of stores and the order of loads.
     """
 
     def __init__(self, number: int, *, is_ordered: bool) -> None:
@@ -72,16 +71,16 @@ class Futex:
             self.add_and_wake(ctypes.addressof(self._own))
 
     def wake(self, address: int) -> None:
-        """Wake all who sleep at a word."""
+        """Wake all threads that sleep on a word."""
         self._call(self._number, ctypes.c_void_p(address), _WAKE, _ALL, None, None, 0)
 
     def add_and_wake(self, address: int) -> None:
-        """Add one to a word that several may write, in one piece, and wake all who sleep at it."""
+        """Add one to a word with several writers atomically, and wake all threads that sleep on it."""
         where = ctypes.c_void_p(address)
         self._call(self._number, where, _WAKE_OP, _ALL, ctypes.c_void_p(0), where, ctypes.c_int(_ADD_ONE))
 
     def sleep(self, address: int, seen: int, seconds: float) -> None:
-        """Sleep until somebody wakes or `seconds` are over; not at all if the word is not `seen` now."""
+        """Sleep until a wake-up, for `seconds` at most; return at once if the word differs from `seen`."""
         limit = _TimeSpec(int(seconds), int(seconds % 1 * 1e9))
         self._call(
             self._number,
@@ -103,10 +102,10 @@ class Futex:
 
 
 class Polling:
-    """Waiting by looking again and again, where there is no futex.
+    """Polling wait for systems without a futex.
 
     Args:
-        is_ordered: Whether the processor keeps the order of stores, and that of loads.
+        is_ordered: Whether the processor keeps the order of stores and the order of loads.
     """
 
     _PAUSE_S = 0.0002
@@ -118,44 +117,44 @@ class Polling:
     def fence(self) -> None:
         """Order everything before against everything after.
 
-        What comes before the first release stays before it, what comes after the second acquisition stays
-        after it, and the two keep their order.
+        Operations before the first release stay before it, operations after the second acquisition stay after
+        it, and the two keep their order.
         """
         for _ in range(0 if self._is_ordered else 2):
             with self._lock:
                 pass
 
     def wake(self, address: int) -> None:
-        """Wake nobody: who waits looks by itself."""
+        """Do nothing: a waiting thread polls."""
 
     def add_and_wake(self, address: int) -> None:
-        """Do nothing: who waits looks at the rest again, and not only at this word."""
+        """Do nothing: a waiting thread polls all its conditions, not only this word."""
 
     def sleep(self, address: int, seen: int, seconds: float) -> None:
-        """Pause a little."""
+        """Sleep for a short time."""
         time.sleep(min(self._PAUSE_S, seconds))
 
 
 def waiting_of_this_system() -> Futex | Polling:
-    """Return how processes wait here."""
+    """Return the wait mechanism of this system."""
     machine = platform.machine()
     is_ordered = machine in ("x86_64", "AMD64", "i686")
     if sys.platform == "linux" and sys.maxsize > 2**32 and machine in _FUTEX_NUMBERS:
         try:
             return Futex(_FUTEX_NUMBERS[machine], is_ordered=is_ordered)
         except OSError:
-            pass  # a sandbox that has closed it: polling works everywhere
+            pass  # blocked by a sandbox: polling works everywhere
     return Polling(is_ordered=is_ordered)
 
 
 class Counters:
-    """Some words of a segment, a cache line each.
+    """Words of a segment, a cache line each.
 
     Args:
-        segment: The memory.
-        start: Where the first one lies, a multiple of `LINE`.
-        waiting: How processes wait here.
-        num_ranks: How many ranks wait for one another.
+        segment: The segment.
+        start: Offset of the first word in bytes, a multiple of `LINE`.
+        waiting: Wait mechanism of this system.
+        num_ranks: Number of ranks that wait for one another.
     """
 
     def __init__(self, segment: Segment, start: int, waiting: Futex | Polling, num_ranks: int) -> None:
@@ -166,33 +165,33 @@ class Counters:
         self._waiting = waiting
 
     def value(self, index: int) -> int:
-        """Return where a counter is."""
+        """Return the value of a counter."""
         return self._words[self._first + index * (LINE // 4)]
 
     def set(self, index: int, value: int) -> None:
-        """Set a counter of this rank, after all that it stands for, and wake who waits for it."""
+        """Set a counter of this rank after all earlier writes, and wake the threads that wait for it."""
         self._waiting.fence()
         self._words[self._first + index * (LINE // 4)] = value & _MASK
         self._waiting.wake(self._address + index * LINE)
 
     def fence(self) -> None:
-        """Order what was read of a counter before what is read of the data."""
+        """Order the read of a counter before the reads of the data."""
         self._waiting.fence()
 
     def ring(self, index: int) -> None:
-        """Add one to a word that several ranks write, and wake who sleeps at it."""
+        """Add one to a word that several ranks write, and wake the threads that sleep on it."""
         self._waiting.add_and_wake(self._address + index * LINE)
 
     def wake(self, index: int) -> None:
-        """Wake who waits for a counter, to look at something else."""
+        """Wake the threads that wait for a counter, to check another condition."""
         self._waiting.wake(self._address + index * LINE)
 
     def wait_for(self, index: int, target: int, look: Callable[[], None]) -> None:
-        """Wait until a counter has come to `target`.
+        """Wait until a counter has reached `target`.
 
         Args:
-            index: The counter.
-            target: Where to.
+            index: Index of the counter.
+            target: Value to wait for.
             look: Called before the first slice of sleep and after each; it raises to end the wait.
         """
         words, place = self._words, self._first + index * (LINE // 4)
@@ -209,13 +208,13 @@ class Counters:
         self._waiting.fence()
 
     def wait_for_change(self, index: int, seen: int, seconds: float, *, spins: bool = True) -> None:
-        """Sleep until a word is not `seen` any more, or `seconds` are over.
+        """Sleep until a word differs from `seen`, for `seconds` at most.
 
         Args:
-            index: Its place.
-            seen: What it was.
-            seconds: The time limit.
-            spins: Whether to look for a while first.
+            index: Index of the word.
+            seen: Last value of the word.
+            seconds: Time limit.
+            spins: Whether to spin first.
         """
         words, place = self._words, self._first + index * (LINE // 4)
         turns = 0 if spins else _SPINS + self._yields

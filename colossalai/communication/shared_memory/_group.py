@@ -1,4 +1,4 @@
-"""Process group over shared memory: what torch asks of a group in Python, on collectives and messages."""
+"""Process group over shared memory: torch's interface of a group in Python."""
 
 import weakref
 from collections.abc import Callable, Sequence
@@ -39,14 +39,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     """A process group of ranks that share a machine, or several.
 
     Args:
-        membership: This rank's part in the memory of its machine.
-        rank: This rank of the group.
-        ranks: The global ranks of the group.
+        membership: This rank's share of the memory of its machine.
+        rank: Rank of this process in the group.
+        ranks: Global ranks of the group.
         collectives: The module `_collectives`, or an object with the same functions.
         messages: A `Messages`, or an object with its `send` and `receive`.
-        store: Of the group.
-        timeout: How long another rank may take.
-        record: Where its collectives are noted for the watchdog.
+        store: Store of the group.
+        timeout: Time limit of the waits for other ranks.
+        record: Log of its collectives for the watchdog.
 
     Attributes:
         collectives: See above.
@@ -81,9 +81,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._record = record
         self.stamps: dict[int, int] = {}
         self._closing = weakref.finalize(self, membership.close)
-        self._closing.atexit = False  # `Members` does, in time
+        self._closing.atexit = False  # `Members` closes it at exit
 
-    # What torch asks who this is.
+    # Identity of the group.
 
     def getBackendName(self) -> str:
         """Return the name of the backend."""
@@ -94,7 +94,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._name
 
     def getGroupDesc(self) -> str:
-        """Return what torch says of the group."""
+        """Return torch's description of the group."""
         return self._description
 
     def setGroupName(self, name: str) -> None:
@@ -102,7 +102,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._name = name
 
     def setGroupDesc(self, description: str) -> None:
-        """Set what torch says of the group."""
+        """Set torch's description of the group."""
         self._description = description
 
     _set_group_name = setGroupName
@@ -119,7 +119,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._store
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a flat tensor that the others may read where it lies; None where there is no room for it."""
+        """Return a flat tensor that the other ranks can read in place; None if there is no room for it."""
         return self._membership.empty(numel, dtype)
 
     def shutdown(self) -> None:
@@ -128,14 +128,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    # Collectives. What is wrong with their arguments is said before anything is sent.
+    # Collectives. Their arguments are checked before any data is sent.
 
     def barrier(self, opts: Any = None) -> dist.Work:
         """Wait for all ranks."""
         return self._issue("barrier", lambda call: self.collectives.barrier(self._slots, call), opts)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Replace a tensor, in a list of one, by its reduction over the ranks."""
+        """Replace the single tensor of a list by its reduction over the ranks."""
         check_one("all_reduce", tensors, "all_reduce_coalesced")
         return self._all_reduce(tensors, opts)
 
@@ -144,7 +144,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._all_reduce(tensors, opts)
 
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Reduce a tensor, in a list of one, over the ranks, at the root."""
+        """Reduce the single tensor of a list over the ranks, on the root."""
         check_one("reduce", tensors)
         reduction, root, places = _reduction(opts), self._root("reduce", opts), Places()
         part = flat(places.both(_reducible(tensors[0], reduction)))
@@ -158,7 +158,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Reduce a list of tensors over the ranks, of which each keeps its own."""
+        """Reduce a list of tensors over the ranks; each rank gets the tensor of its index."""
         check_pairs("reduce_scatter", outputs, inputs)
         for output, listed in zip(outputs, inputs, strict=True):
             check_list("reduce_scatter", listed, output, self._num_ranks)
@@ -168,7 +168,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, source: torch.Tensor, opts: Any = None
     ) -> dist.Work:
-        """Reduce a tensor over the ranks, of which each keeps its own section."""
+        """Reduce a tensor over the ranks; each rank gets its own section."""
         return self._scatter_sums([output], [source], opts)
 
     _reduce_scatter_base = reduce_scatter_single
@@ -176,7 +176,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Reduce tensors over the ranks, of each of which each rank keeps its own section."""
+        """Reduce tensors over the ranks; each rank gets its own section of every tensor."""
         return self._scatter_sums(outputs, inputs, opts)
 
     reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
@@ -184,14 +184,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def allgather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks in lists, one for each tensor."""
+        """Gather the tensors of all ranks in lists, one list per tensor."""
         check_pairs("all_gather", outputs, inputs)
         return self._gather_lists("all_gather", outputs, inputs, opts)
 
     def allgather_coalesced(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks in lists, one for each rank.
+        """Gather the tensors of all ranks in lists, one list per rank.
 
         Raises:
             ValueError: `outputs` are not one list for each rank, or a list lacks an output for an input.
@@ -207,7 +207,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._gather_lists(name, by_tensor, inputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> dist.Work:
-        """Collect the tensors of all ranks in one."""
+        """Gather the tensors of all ranks in one tensor."""
         return self._gather_singles([output], [source], opts)
 
     _allgather_base = all_gather_single
@@ -215,7 +215,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def all_gather_single_coalesced(
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks, each in one."""
+        """Gather several tensors of all ranks, each in one tensor."""
         return self._gather_singles(outputs, inputs, opts)
 
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -226,8 +226,8 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Send a tensor to each rank, and receive one from each.
 
         Raises:
-            ValueError: A list has more or fewer tensors than there are ranks, the types differ, or what this
-                rank gives itself has another size than its output.
+            ValueError: A list has more or fewer tensors than there are ranks, the dtypes differ, or this
+                rank's message to itself has another size than its output.
         """
         for name, listed in (("output", outputs), ("input", inputs)):
             if len(listed) != self._num_ranks:
@@ -251,15 +251,15 @@ class SharedMemoryGroup(dist.ProcessGroup):
         """Send rows of a tensor to each rank, and receive rows from each.
 
         Args:
-            output: Where the rows of others come, in the order of ranks.
-            source: The rows for others, in the order of ranks.
-            output_sizes: How many rows come from each rank; empty: the same number from each.
-            input_sizes: How many rows go to each rank; empty: the same number to each.
-            opts: Of torch.
+            output: Tensor for the received rows, in the order of their source ranks.
+            source: Rows to send, in the order of their target ranks.
+            output_sizes: Number of rows from each rank; empty: the same number from each.
+            input_sizes: Number of rows for each rank; empty: the same number for each.
+            opts: Options of torch.
 
         Raises:
-            ValueError: Sizes do not fit a tensor, the types differ, or what this rank gives itself has
-                another size than the room for it.
+            ValueError: Sizes do not fit a tensor, the dtypes differ, or this rank's message to itself has
+                another size than its output.
         """
         check_dtypes("all_to_all_single", output, source)
         places = Places()
@@ -272,7 +272,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     alltoall_base = all_to_all_single
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
-        """Replace a tensor, in a list of one, by that of the root."""
+        """Replace the single tensor of a list by the root's tensor."""
         check_one("broadcast", tensors)
         root, places = self._root("broadcast", opts), Places()
         part = places.both(tensors[0])
@@ -286,7 +286,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
-        """Collect the tensors of all ranks at the root."""
+        """Gather the tensors of all ranks on the root."""
         check_one("gather", inputs)
         root, places = self._root("gather", opts), Places()
         check_lists_of_root("gather", outputs, self._rank == root)
@@ -304,7 +304,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> dist.Work:
-        """Give each rank a tensor of the root's."""
+        """Send each rank a tensor of the root."""
         check_one("scatter", outputs)
         root, places = self._root("scatter", opts), Places()
         check_lists_of_root("scatter", inputs, self._rank == root)
@@ -324,14 +324,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._issue("scatter", run, opts, places=places, tensors=outputs)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks, with a time limit of its own; the error names those that have not come.
+        """Wait for all ranks with a separate time limit; the error names the missing ranks.
 
         Args:
-            timeout: Default: that of the group.
-            wait_all_ranks: Accepted for torch's signature: all ranks that are missing are always named.
+            timeout: Time limit. Default: the group's time limit.
+            wait_all_ranks: Accepted for torch's signature: the error always names all missing ranks.
 
         Raises:
-            DistBackendError: A rank has not come in time.
+            DistBackendError: A rank has not entered the barrier in time.
         """
         with self._slots.limited(timeout):
             self.barrier(_Blocking()).wait()
@@ -339,7 +339,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
     # Messages.
 
     def send(self, tensors: list[torch.Tensor], target: int, tag: int = 0) -> dist.Work:
-        """Begin to send a tensor, in a list of one, to a rank.
+        """Start to send the single tensor of a list to a rank.
 
         Raises:
             ValueError: `target` is this rank, or not one of the group; `tag` is negative or too large.
@@ -358,7 +358,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return apart_from_callers(send)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor, in a list of one, from a rank.
+        """Start to receive the single tensor of a list from a rank.
 
         Raises:
             ValueError: `source` is this rank, or not one of the group; `tag` is negative or too large.
@@ -366,7 +366,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         return self._receive(tensors, self._peer("recv: the source", source), tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int = 0) -> dist.Work:
-        """Begin to receive a tensor, in a list of one, from any rank.
+        """Start to receive the single tensor of a list from any rank.
 
         Raises:
             ValueError: The group has no other rank; `tag` is negative or too large.
@@ -396,7 +396,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             )
 
     def _targets(self, places: Places, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> list[int]:
-        """Return where the tensors of all ranks go; this rank's own may be the source itself."""
+        """Return the target addresses by source rank; this rank's own can be the source itself."""
         is_own = outputs[self._rank].data_ptr() == source.data_ptr()
         return [target.data_ptr() for target in places.targets(outputs, () if is_own else (source,))]
 
@@ -438,7 +438,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
             check_sparse(reduction, _reducible(tensor, reduction))
 
         def run(call: Call) -> None:
-            # The entries are new tensors, which the caller keeps: they must not be those of inference mode.
+            # The caller keeps the entries, which are new tensors: they must not be inference tensors.
             with torch.inference_mode(False), torch.no_grad():
                 for tensor in tensors:
                     mine = _of(call, tensor, reduction=reduction)
@@ -446,7 +446,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         return self._issue("all_reduce_sparse", run, opts, tensors)
 
-    # Several calls of torch's are one here; those call no method that torch knows, which may be replaced.
+    # Shared bodies of torch's methods. Those call no other public method, which can be wrapped.
 
     def _scatter_sums(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
         check_pairs("reduce_scatter", outputs, inputs)
@@ -537,14 +537,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         *,
         places: Places | None = None,
     ) -> dist.Work:
-        """Run a call of this group: here and now if its caller waits, else in its turn.
+        """Run a collective: a blocking one in this thread, an asynchronous one in the group's queue.
 
         Args:
-            operation: What torch calls it.
-            run: What this rank does.
-            opts: Of torch.
-            tensors: Where its results are.
-            places: Of a call that only copies: where from and to.
+            operation: Name of the operation in torch.
+            run: Function of this rank.
+            opts: Options of torch.
+            tensors: Tensors of the results.
+            places: Sources and targets of a call that only copies.
         """
         self._check_process()
         self._membership.watch.check()
@@ -553,7 +553,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         item = current_meeting() if stamp else None
         words = b"" if item is None else f"{item.describe()}\n{item.advice}".encode()
         call = Call(recorded.number, operation, stamp=stamp, words=words)
-        # Within a machine such a call copies bytes, and no operation of torch's needs to know in which mode.
+        # Within a machine such a call copies bytes without torch operators, so no dispatch mode applies.
         only_bytes = places is not None and not places.has_copies and self._slots.num_ranks == self._num_ranks
 
         def run_call() -> None:
@@ -602,7 +602,7 @@ def _tag(operation: str, tag: int) -> int:
 
 
 def _reduction(opts: Any) -> str:
-    """Return the name of the reduction that options ask for."""
+    """Return the name of the reduction of some options."""
     if opts is None:
         return "SUM"
     return _REDUCTION_NAMES.get(opts.reduceOp.op) or str(opts.reduceOp.op).rpartition(".")[2]

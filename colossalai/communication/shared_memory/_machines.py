@@ -1,10 +1,9 @@
 """Groups over several machines: shared memory within each, gloo from machine to machine.
 
-The first rank of each machine is its *leader*. A reduction goes to the leaders through memory, from leader
-to leader over gloo, and back through memory; a gather and a broadcast likewise. So a machine sends and
-receives as many bytes as a single rank would in its place. Sums go in the order of ranks on a machine, then
-of machines by their first ranks; those of float16 and bfloat16 are rounded once on each machine and once in
-the end.
+The first rank of each machine is its *leader*. A reduction runs in shared memory up to the leaders, over gloo
+between the leaders, and in shared memory back to the ranks; so do a gather and a broadcast. A machine thus
+sends and receives as many bytes as a single rank would. Sums are in the order of ranks on a machine, then of
+machines by their first ranks; float16 and bfloat16 sums are rounded once on each machine and once at the end.
 
 H machines, n bytes for each rank, k ranks on this machine:
 
@@ -12,12 +11,12 @@ H machines, n bytes for each rank, k ranks on this machine:
 | --- | --- | --- |
 | all-reduce, H = 2 or small | (H-1) n | (H-1) n |
 | all-reduce | 2 (H-1)/H n | 2 (H-1)/H n |
-| reduce | n; that of the root's machine nothing | nothing; that of the root's machine (H-1) n |
-| reduce-scatter | n for each rank elsewhere | (H-1) k n |
-| all-gather | (H-1) k n | n for each rank elsewhere |
+| reduce | n; the leader of the root's machine: 0 | 0; the leader of the root's machine: (H-1) n |
+| reduce-scatter | n for each rank of other machines | (H-1) k n |
+| all-gather | (H-1) k n | n for each rank of other machines |
 | broadcast | gloo's tree over leaders | n |
 
-All-to-all, gather, scatter, sums of sparse tensors and all messages are gloo's, between any two ranks.
+All-to-all, gather, scatter, sums of sparse tensors and all messages use gloo, between any two ranks.
 """
 
 import ctypes
@@ -42,15 +41,15 @@ from colossalai.communication.shared_memory._work import SharedWork
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import CallLog, DisagreementError
 
-_SMALL = 16 << 10  # bytes that leaders rather send whole to one another than wait twice for
-_PART = 4 << 20  # bytes of a sum that leaders exchange at once: what they receive takes no more memory
+_SMALL = 16 << 10  # up to so many bytes, leaders exchange whole tensors, which saves one wait
+_PART = 4 << 20  # bytes of a sum that leaders exchange at once; it bounds their receive buffers
 
 
 def how_ranks_talk(group: dist.ProcessGroup | None = None) -> str:
-    """Say by what the ranks of a group communicate: "shared memory", "gloo", or both where there are hosts.
+    """Return the transport of a group: "shared memory", "gloo", or both if it has several machines.
 
     Args:
-        group: One of this backend; default: the default group.
+        group: The process group. Default: the default group.
     """
     group = dist.group.WORLD if group is None else group
     if not isinstance(group, SharedMemoryGroup):
@@ -64,12 +63,12 @@ def is_within_machine(group: dist.ProcessGroup) -> bool:
 
 
 def empty_to_lend(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-    """Return a flat tensor that all ranks of a group can read where it lies; None if it cannot be had.
+    """Return a flat tensor that all ranks of a group can read in place; None if that is not possible.
 
     Args:
-        group: Any group.
-        numel: How many elements it has.
-        dtype: Their type.
+        group: Any process group.
+        numel: Number of elements.
+        dtype: Dtype of the elements.
     """
     return group.empty(numel, dtype) if isinstance(group, SharedMemoryGroup) else None
 
@@ -77,10 +76,10 @@ def empty_to_lend(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> t
 def stamp_next(group: dist.ProcessGroup, stamp: int) -> None:
     """Have the ranks compare a number in the next collective of a group that this thread issues.
 
-    The error of ranks that differ names the `meeting` in which each of them issues it.
+    If the numbers differ, the error names the `meeting` in which each rank issues the collective.
 
     Args:
-        group: One of this backend.
+        group: A process group of this backend.
         stamp: The number, not 0.
     """
     assert isinstance(group, SharedMemoryGroup), "others compare nothing"
@@ -88,14 +87,14 @@ def stamp_next(group: dist.ProcessGroup, stamp: int) -> None:
 
 
 def make_group(options: Any) -> Any:
-    """Make the process group that torch asks for; all of its ranks call this.
+    """Make a process group for torch; collective over its ranks.
 
     Args:
-        options: Of torch: store, rank, size, name and time limit.
+        options: Options of torch: store, rank, size, name and time limit.
 
     Returns:
-        A group over shared memory, which takes gloo between machines; one of gloo where no two ranks share
-        memory, with a line that says why if they run on the same machine.
+        A group over shared memory, with gloo between machines; a gloo group if no two ranks share memory. A
+        warning has the reason if ranks on the same machine do not.
     """
     rank, num_ranks, timeout = options.group_rank, options.group_size, options.timeout
     if not isinstance(timeout, timedelta):
@@ -163,13 +162,13 @@ class AcrossMachines:
     rank's machine.
 
     Args:
-        everybody: A group of gloo's with all ranks.
-        leaders: Another one with the first ranks of the machines, in their order; None on the other ranks.
-        machines: The ranks of the group on each machine, in order of the first ones.
-        rank: This rank of the group.
-        ranks: The global ranks of the group.
-        where: What is the group called in messages?
-        timeout: How many seconds may another rank take at the moment?
+        everybody: Gloo group of all ranks.
+        leaders: Gloo group of the first ranks of the machines, in their order; None on the other ranks.
+        machines: Group ranks of each machine, in the order of the first ones.
+        rank: Rank of this process in the group.
+        ranks: Global ranks of the group.
+        where: Returns the name of the group for messages.
+        timeout: Returns the present time limit in seconds.
     """
 
     def __init__(
@@ -193,10 +192,10 @@ class AcrossMachines:
         self._where = where
         self._timeout = timeout
 
-    # Through memory to the leader, over gloo to the other ones, back through memory.
+    # Through memory to the leader, over gloo to the other leaders, back through memory.
 
     def barrier(self, slots: Slots, call: Call) -> None:
-        """Return when all ranks have come."""
+        """Wait until all ranks have entered the barrier."""
         within.barrier(slots, call)
         self._meet_leaders(call)
         within.broadcast(slots, call._replace(island_root=0), 0, 0)
@@ -212,10 +211,10 @@ class AcrossMachines:
             tensor.copy_(wide)
 
     def reduce(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
-        """Replace a flat contiguous tensor by the reduction over all ranks, at the root alone."""
+        """Replace a flat contiguous tensor by the reduction over all ranks, on the root only."""
         place, _ = self._find(call.root)
         wide, call = _to_reduce(tensor, call), call._replace(island_root=0)
-        total = wide.clone()  # the tensors of the others are left as they are
+        total = wide.clone()  # the tensors of the other ranks are not modified
         within.reduce(slots, call, total)
         if self._meet_leaders(call):
             if self._here == place:
@@ -228,7 +227,7 @@ class AcrossMachines:
                 tensor.copy_(total)
 
     def reduce_scatter(self, slots: Slots, call: Call, output: torch.Tensor, source: torch.Tensor) -> None:
-        """Reduce a flat tensor of a section for each rank over all ranks, of which each keeps its own."""
+        """Reduce a flat tensor of one section per rank over all ranks; each rank gets its own section."""
         wide, call = _to_reduce(source, call), call._replace(island_root=0)
         total = wide.clone() if wide is source else wide
         within.reduce(slots, call, total)
@@ -268,7 +267,7 @@ class AcrossMachines:
                 copy_bytes(targets[rank], block.data_ptr() + index * num_bytes, num_bytes)
 
     def broadcast(self, slots: Slots, call: Call, address: int, num_bytes: int) -> None:
-        """Replace bytes by those of the root."""
+        """Replace bytes by the root's bytes."""
         place, index = self._find(call.root)
         if self._here == place:
             within.broadcast(slots, call._replace(island_root=index), address, num_bytes)
@@ -286,7 +285,7 @@ class AcrossMachines:
     def all_to_all(
         self, slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequence[Bytes]
     ) -> None:
-        """Send each rank bytes of its own, any number of them."""
+        """Send each rank a message of any size."""
         within.barrier(slots, call)
         outputs = [_bytes_at(*target) for target in targets]
         inputs = torch.cat([_bytes_at(*source) for source in sources])
@@ -297,7 +296,7 @@ class AcrossMachines:
             output.copy_(part)
 
     def gather(self, slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
-        """Copy bytes of each rank to the root, which gives an address for each; the others give none."""
+        """Copy bytes of each rank to the root. `targets` has an address per rank there, else is empty."""
         within.barrier(slots, call)
         options = dist.GatherOptions()
         options.rootRank = call.root
@@ -306,7 +305,7 @@ class AcrossMachines:
             self._everybody.gather(outputs, [_bytes_at(source, num_bytes)], options).wait()
 
     def scatter(self, slots: Slots, call: Call, target: int, sources: Sequence[int], num_bytes: int) -> None:
-        """Copy bytes to each rank from the root, which gives an address for each; the others give none."""
+        """Copy bytes from the root to each rank. `sources` has an address per rank there, else is empty."""
         within.barrier(slots, call)
         options = dist.ScatterOptions()
         options.rootRank = call.root
@@ -315,7 +314,7 @@ class AcrossMachines:
             self._everybody.scatter([_bytes_at(target, num_bytes)], inputs, options).wait()
 
     def all_reduce_sparse(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
-        """Replace a sparse tensor by the sum over all ranks, whose order is gloo's."""
+        """Replace a sparse tensor by the sum over all ranks, in gloo's order."""
         within.barrier(slots, call)
         self._everybody.allreduce([tensor]).wait()
         if call.reduction == "AVG":
@@ -324,7 +323,7 @@ class AcrossMachines:
     # Messages.
 
     def send(self, data: torch.Tensor, target: int, tag: int, doing: Callable[[], str]) -> dist.Work:
-        """Begin to send a contiguous tensor to a rank."""
+        """Start to send a contiguous tensor to a rank."""
         return self._everybody.send([data], target, tag)
 
     def receive(
@@ -335,7 +334,7 @@ class AcrossMachines:
         doing: Callable[[], str],
         then: Callable[[], object] | None = None,
     ) -> dist.Work:
-        """Begin to receive a contiguous tensor from a rank, or from any; `then` follows when it is there."""
+        """Start to receive a contiguous tensor from a rank, or from any; `then` is called on arrival."""
         if source is None:
             work = self._everybody.recv_anysource([data], tag)
         else:
@@ -350,15 +349,15 @@ class AcrossMachines:
         return place, list(self._machines[place]).index(rank)
 
     def _meet_leaders(self, call: Call) -> bool:
-        """Return whether this rank is a leader; those make sure first that all are at this call.
+        """Return whether this rank is a leader; leaders first check that all machines issue the same call.
 
         Raises:
-            DisagreementError: The ranks of another machine are at another call.
-            DistBackendError: The leader of another machine does not come in time.
+            DisagreementError: The ranks of another machine issue another call.
+            DistBackendError: The leader of another machine does not issue a call in time.
         """
         if self._leaders is None:
             return False
-        # The headers go before any data: a leader at another call would take what is sent for its own.
+        # Leaders exchange headers before any data: in a mismatched call, a leader would receive foreign data.
         header = call.packed()
         own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
         told = {place: torch.empty_like(own) for place in self._elsewhere}
@@ -379,7 +378,7 @@ class AcrossMachines:
         return True
 
     def _exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> None:
-        """Send tensors to other leaders and receive from them, all at once; what is empty is not sent."""
+        """Send tensors to other leaders and receive theirs, all at once; empty tensors are not sent."""
         assert self._leaders is not None
         works = [
             self._leaders.send([tensor.contiguous()], place, 0)
@@ -405,19 +404,19 @@ class AcrossMachines:
             found = {place: torch.empty_like(mine) for place in self._elsewhere}
             self._exchange({place: sections[place] for place in self._elsewhere}, found)
             self._combine(mine, found, reduction)
-            # Nobody receives into a section before it has gone: what is sent of it was waited for above.
+            # The sends of these sections are complete since the last exchange, so they can be overwritten.
             self._exchange(
                 dict.fromkeys(self._elsewhere, mine), {place: sections[place] for place in self._elsewhere}
             )
 
     def _add_from_leaders(self, tensor: torch.Tensor, reduction: str, *, sends: bool = False) -> None:
-        """Reduce what the other leaders send, and this one's, into this one's flat tensor."""
+        """Reduce the tensors of all leaders into this leader's flat tensor."""
         found = {place: torch.empty_like(tensor) for place in self._elsewhere}
         self._exchange(dict.fromkeys(self._elsewhere, tensor) if sends else {}, found)
         self._combine(tensor, found, reduction)
 
     def _combine(self, own: torch.Tensor, found: Mapping[int, torch.Tensor], reduction: str) -> None:
-        """Reduce this leader's tensor and those of the others, in the order of machines, into the former."""
+        """Reduce the tensors of all leaders, in the order of machines, into this leader's tensor."""
         terms = [found.get(place, own) for place in range(len(self._machines))]
         total = own if self._here == 0 else torch.empty_like(own)
         within.combine(total, terms, "SUM" if reduction == "AVG" else reduction)
@@ -428,12 +427,12 @@ class AcrossMachines:
 
 
 class _ReceivingWork(SharedWork):
-    """A message of gloo's, after which something is done.
+    """A receive over gloo with a callback.
 
     Args:
-        work: Of gloo.
-        tensor: Where it comes.
-        then: What is done when it has come.
+        work: Work of gloo.
+        tensor: Tensor of the message.
+        then: Called after the arrival of the message.
     """
 
     def __init__(self, work: dist.Work, tensor: torch.Tensor, then: Callable[[], object]) -> None:
@@ -442,13 +441,13 @@ class _ReceivingWork(SharedWork):
         self._then = then
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the receive has ended, with or without an error."""
         if not self._is_done and self._work.is_completed():
             self._finish_waiting(None)
         return self._is_done
 
     def source_rank(self) -> int:
-        """Return the rank of the group that has sent it."""
+        """Return the group rank of the sender."""
         return self._work._source_rank()
 
     _source_rank = source_rank
@@ -464,23 +463,23 @@ class _ReceivingWork(SharedWork):
 
 def _gloo(name: str, store: dist.Store, rank: int, num_ranks: int, timeout: timedelta) -> dist.ProcessGroup:
     group = dist.ProcessGroupGloo(dist.PrefixStore(name, store), rank, num_ranks, timeout)
-    return cast("dist.ProcessGroup", group)  # it has the methods of one, though its stubs do not say so
+    return cast("dist.ProcessGroup", group)  # a subclass at run time, not in the stubs
 
 
 def _to_reduce(tensor: torch.Tensor, call: Call) -> torch.Tensor:
-    """Return what is reduced in the place of a tensor: the sum for a mean may be too large for halves."""
+    """Return the tensor to reduce: in float32 for the mean of halves, whose sum could overflow."""
     return tensor.float() if call.reduction == "AVG" and tensor.dtype in within.HALVES else tensor
 
 
 def _bytes_at(address: int, num_bytes: int) -> torch.Tensor:
-    """Return bytes of this process as a flat tensor; whoever calls keeps them alive."""
+    """Return bytes of this process as a flat tensor; the caller keeps them alive."""
     if not num_bytes:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=torch.uint8)
 
 
 def _block(addresses: Sequence[int], size: int) -> torch.Tensor:
-    """Return memory for pieces of one size: where they go if they lie side by side there, or new."""
+    """Return a buffer for pieces of one size: their target memory if it is contiguous, else a new one."""
     if all(address == addresses[0] + index * size for index, address in enumerate(addresses)):
         return _bytes_at(addresses[0], size * len(addresses))
     return torch.empty(size * len(addresses), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Matching: which message belongs to which receive, by sender and tag, in the order in which both come."""
+"""Matching of messages and receives, by sender and tag, in the order of both."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,14 +10,14 @@ from colossalai.communication.shared_memory._work import SharedWork
 
 @dataclass(eq=False)
 class IncomingMessage:
-    """A message on its way into this process, or kept there.
+    """A message that is arriving, or that has arrived without a matching receive.
 
     Attributes:
-        tag: By which it is matched.
-        length: In bytes.
-        data: Where its bytes go.
-        num_arrived: How many have come.
-        receiver: Who has asked for it; None as long as nobody has.
+        tag: Tag of the message.
+        length: Length in bytes.
+        data: Buffer for its bytes.
+        num_arrived: Number of bytes that have arrived.
+        receiver: The matching receive; None if there is none yet.
     """
 
     tag: int
@@ -28,7 +28,7 @@ class IncomingMessage:
 
     @property
     def has_arrived(self) -> bool:
-        """Whether all of it has come."""
+        """Whether all bytes have arrived."""
         return self.num_arrived == self.length
 
 
@@ -37,12 +37,12 @@ class PostedReceive:
     """A receive that waits for a message.
 
     Attributes:
-        work: What its caller has.
-        source: The index of the rank; None for any.
-        tag: Of the message.
-        data: A contiguous tensor for it.
-        doing: What is the message called?
-        found: The rank that has sent it, once that is known.
+        work: Work of the caller.
+        source: Index of the sender; None for any.
+        tag: Tag of the message.
+        data: Contiguous tensor for the message.
+        doing: Returns the name of the message.
+        found: Index of the actual sender, after the match.
     """
 
     work: SharedWork
@@ -57,7 +57,7 @@ class Matching:
     """The receives of a rank that wait for messages, and the messages that wait for receives.
 
     Args:
-        others: The indices of the ranks that may send.
+        others: Indices of the possible senders.
     """
 
     def __init__(self, others: Sequence[int]) -> None:
@@ -65,7 +65,7 @@ class Matching:
         self._kept: dict[int, list[IncomingMessage]] = {other: [] for other in others}
 
     def post(self, posted: PostedReceive) -> IncomingMessage | None:
-        """Take a receive: return the oldest kept message that fits it, else remember it and return None."""
+        """Return the oldest kept message that matches a receive; without one, queue the receive."""
         for source in self._kept if posted.source is None else (posted.source,):
             for message in self._kept[source]:
                 if message.tag == posted.tag and message.receiver is None:
@@ -77,9 +77,9 @@ class Matching:
         return None
 
     def expect(self, source: int, tag: int, length: int) -> IncomingMessage:
-        """Return where a message goes whose header has come: to who has asked for it, or to be kept.
+        """Return the message for a header that has arrived, with the matching receive or kept for one.
 
-        One that is longer than the tensor for it goes to memory of its own, to be refused when it is there.
+        A message that is longer than the tensor of its receive gets a new buffer; `Messages` then raises.
         """
         for posted in self._posted:
             if posted.source in (None, source) and posted.tag == tag:
@@ -92,7 +92,7 @@ class Matching:
         return arriving
 
     def complete(self, source: int, message: IncomingMessage) -> PostedReceive | None:
-        """Note that all of a message has come; return the receive that it belongs to, if it is known."""
+        """Complete the arrival of a message; return its receive, if there is one."""
         if message.receiver is not None and message in self._kept[source]:
             self._kept[source].remove(message)
         return message.receiver

@@ -1,8 +1,8 @@
-"""Meeting: the ranks of a group that share a machine find one another and map one segment.
+"""Rendezvous of the ranks of a group that share a machine: they map one segment.
 
-They meet in the store of the group, when it is made. Each says where it runs. Those with the same kernel are
-an island: the lowest one makes a segment, the others open it, see [Note: who shares a machine] in
-`_segment.py`, and each reserves its first memory there. Where one rank cannot, the whole group does without.
+When a group is made, its ranks rendezvous in its store. Each publishes its kernel. Ranks with the same kernel
+are an island: the lowest one makes a segment, the others open it (see [Note: who shares a machine] in
+`_segment.py`), and each reserves its first memory there. If one rank fails, the whole group uses gloo.
 """
 
 import json
@@ -26,22 +26,22 @@ from colossalai.communication.shared_memory._segment import (
 )
 from colossalai.monitor import kernel_and_namespace
 
-MOST_RANKS = 128  # on one machine; more would not fit into the first parts of the slots
+MOST_RANKS = 128  # per machine; more would not fit into the first parts of the slots
 
 
 @dataclass(frozen=True)
 class Island:
-    """Ranks of a group that share memory, as one of them sees it.
+    """Ranks of a group that share memory, from the view of one of them.
 
     Attributes:
-        ranks: Their ranks in the group, in order.
-        index: The place of this rank among them.
-        machines: The ranks of this island and of all others of the group, by their lowest ones.
-        segment: What they share; None where all ranks are alone, or one of the group cannot.
-        layout: Of the segment.
-        pids: Of the processes of the others, by index; of those in another PID namespace none.
-        arenas: Of the others, by index; empty where a rank of the group cannot map one, and lends nothing.
-        reason: Why there is no segment though some ranks share a machine.
+        ranks: Group ranks of the island, in order.
+        index: Index of this rank in `ranks`.
+        machines: Group ranks of all islands, ordered by their lowest ones.
+        segment: The shared segment; None if no ranks share a machine, or if a rank of the group failed.
+        layout: Layout of the segment.
+        pids: Process ids of the other ranks by index, without those in another PID namespace.
+        arenas: Arenas of the other ranks by index; empty if a rank of the group could not map one.
+        reason: Reason for a missing segment although some ranks share a machine.
     """
 
     ranks: tuple[int, ...]
@@ -64,22 +64,22 @@ def meet(
     arenas: Arenas,
     arena_size: int,
 ) -> Island:
-    """Find the island of this rank in a group; all of its ranks call this.
+    """Form the islands of a group and return that of this rank; collective over the group.
 
     Args:
-        store: Of this group alone.
-        rank: This rank.
-        num_ranks: How many there are.
-        timeout: How long the others may take.
-        budget: Bytes that this rank may take.
-        arenas: Of this process, and those it has mapped.
-        arena_size: Of that of this process, if it has to be made.
+        store: Store of this group alone.
+        rank: Rank of this process in the group.
+        num_ranks: Number of ranks of the group.
+        timeout: Time limit of the waits for other ranks.
+        budget: Bytes that this rank may reserve.
+        arenas: Arena of this process, and the mapped arenas of others.
+        arena_size: Size of the arena of this process, if it has to be made.
 
     Returns:
-        The island, with a segment if all ranks of the group can do their part.
+        The island, with a segment if all ranks of the group succeed.
 
     Raises:
-        DistStoreError: A rank does not come within `timeout`.
+        DistStoreError: A rank does not arrive within `timeout`.
     """
     exchange = partial(_exchange, store, rank, num_ranks, timeout)
     arena = arenas.own(arena_size) if num_ranks > 1 else None
@@ -95,7 +95,7 @@ def meet(
     }
     segment, reasons = None, [""]
     if len(machines) < num_ranks or num_ranks == 1:
-        is_named = len({told[other]["pids"] for other in near}) > 1  # /proc/PID means another process there
+        is_named = len({told[other]["pids"] for other in near}) > 1  # /proc/PID differs between namespaces
         segment, reason = _new_segment(layout, is_named=is_named) if index == 0 else (None, "")
         offer = exchange("offer", _offer(segment) if index == 0 else {})[near[0]]
         if index != 0 and offer:
@@ -109,7 +109,7 @@ def meet(
             opened = {}
     if segment is not None:
         segment.hide()
-        if any(reasons):  # the same is seen by all ranks: then the group is gloo's as a whole
+        if any(reasons):  # all ranks have the same reasons, so all of them use gloo
             segment.close()
             segment = None
     return Island(
@@ -127,7 +127,7 @@ def meet(
 def _exchange(
     store: dist.Store, rank: int, num_ranks: int, timeout: timedelta, what: str, own: dict[str, Any]
 ) -> list[dict[str, Any]]:
-    """Return a value of each rank, by rank; all of them call this. Waits for the slowest one."""
+    """Return the values of all ranks, by rank; collective, through the store. Waits for the slowest rank."""
     if num_ranks == 1:
         return [own]
     store.set(f"{what}/{rank}", json.dumps(own))
@@ -137,13 +137,13 @@ def _exchange(
 
 
 def _place() -> dict[str, Any]:
-    """Return where this process runs: the kernel, the numbering of processes, and the user."""
+    """Return the location of this process: kernel and user, PID namespace, process id."""
     kernel, pids = kernel_and_namespace("pid")
     return {"kernel": f"{kernel}/{os.geteuid()}" if kernel else "", "pids": pids, "pid": os.getpid()}
 
 
 def _new_segment(layout: SegmentLayout, *, is_named: bool) -> tuple[Segment | None, str]:
-    """Make a segment whose counters are where all begin; return why not, if it cannot be made."""
+    """Make a segment with initialized counters; return None and the reason if that fails."""
     reasons = []
     for named in (True,) if is_named else (False, True):
         try:
@@ -164,7 +164,7 @@ def _offer(segment: Segment | None) -> dict[str, Any]:
 
 
 def _by_kernel(told: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
-    """Return the ranks of each machine, by their lowest; those that cannot share memory are alone."""
+    """Return the ranks of each machine, by the lowest one; ranks that cannot share memory are alone."""
     machines: dict[Any, list[int]] = {}
     for rank, item in enumerate(told):
         machines.setdefault(item["kernel"] or rank, []).append(rank)
@@ -175,7 +175,7 @@ def _by_kernel(told: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
 
 
 def _reserve_first(segment: Segment, layout: SegmentLayout, index: int, budget: int) -> str:
-    """Reserve what every rank of a group has; return why it cannot be had."""
+    """Reserve the initial slot of a rank; return the reason if that fails, else an empty text."""
     if budget < 2 * FIRST_ROOM:
         return (
             f"the groups of this process would take more than its share of COLOSSALAI_SHARED_MEMORY; "

@@ -1,4 +1,4 @@
-"""Membership: what one rank has of a group over shared memory, and what all groups of its process take."""
+"""Membership of a rank in a group over shared memory, and the memory budget of its process."""
 
 import atexit
 import os
@@ -20,17 +20,17 @@ from colossalai.communication.shared_memory._watch import ProcessEnds, Watch
 from colossalai.communication.shared_memory._work import CallQueue
 
 VARIABLE = "COLOSSALAI_SHARED_MEMORY"
-_SHARE = 16  # of the machine's memory, if the variable does not say
-_END_S = 2.0  # for a thread that is told to end
+_SHARE = 16  # default bound: this fraction of the machine's memory
+_END_S = 2.0  # time limit of the join of a thread
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Members:
-    """The groups of this process that are open, and what they take together.
+    """Open groups of this process, and their total memory.
 
     Attributes:
-        ends: Descriptors of the processes of others.
-        arenas: Memory for tensors that others read where they lie.
+        ends: Descriptors of the processes of other ranks.
+        arenas: Memory for tensors that other ranks read in place.
     """
 
     def __init__(self) -> None:
@@ -40,45 +40,44 @@ class Members:
         self._pid = 0
 
     def add(self, member: "Membership") -> None:
-        """Count a group; it is closed before the interpreter ends, if nobody has done so by then.
+        """Register a group, which is closed before the interpreter ends.
 
-        A thread that is in compiled code while the interpreter ends is ended by force, which aborts the
-        process.
+        A thread in compiled code is killed at the end of the interpreter, which would abort the process.
         """
         if self._pid != os.getpid():
             self._pid = os.getpid()
             atexit.register(self.close)
-            Finalize(None, self.close, exitpriority=100)  # a process of multiprocessing that was forked
+            Finalize(None, self.close, exitpriority=100)  # for forked processes of multiprocessing
         self._open.add(member)
 
     def discard(self, member: "Membership") -> None:
-        """Count a group no more."""
+        """Unregister a group."""
         self._open.discard(member)
         if not self._open:
             self.arenas.give_back()
 
     def budget(self, num_ranks: int) -> int:
-        """Return how many bytes this process may still reserve, if `num_ranks` of them share the machine.
+        """Return the bytes that this process may still reserve, if `num_ranks` processes share the machine.
 
         Raises:
-            ValueError: The environment says something else than a number of bytes.
+            ValueError: COLOSSALAI_SHARED_MEMORY is not a number of bytes.
         """
         taken = sum(member.num_reserved for member in list(self._open)) + self.arenas.num_reserved
         return bound_of_machine() // num_ranks - taken
 
     def arena_budget(self, num_ranks: int) -> int:
-        """Return how many bytes tensors may still take: at most a half, so that the groups have theirs."""
+        """Return the bytes that tensors may still take: half of the bound, which leaves the rest to slots."""
         return bound_of_machine() // num_ranks // 2 - self.arenas.num_reserved
 
     def close(self) -> None:
-        """Close all that are open."""
+        """Close all open groups."""
         if self._pid == os.getpid():
             for member in list(self._open):
                 member.close()
 
 
 def bound_of_machine(environment: Mapping[str, str] = os.environ) -> int:
-    """Return how many bytes the groups of all processes of this machine may take together.
+    """Return the bound of the shared memory of all processes of this machine, in bytes.
 
     Raises:
         ValueError: COLOSSALAI_SHARED_MEMORY is not a number of bytes.
@@ -93,18 +92,18 @@ def bound_of_machine(environment: Mapping[str, str] = os.environ) -> int:
 
 
 members = Members()
-"""Those of this process."""
+"""Open groups of this process."""
 
 
 class Membership:
-    """This rank's part in an island: its slot, its messages, and the threads that serve them.
+    """Membership of this rank in an island: its slots, its messages, and their threads.
 
     Args:
-        island: Of the group.
-        ranks: The global ranks of the island, by index.
-        where: What is the group called in messages?
-        timeout: Seconds that another rank may take.
-        open_members: The groups of this process.
+        island: Island of the group.
+        ranks: Global ranks of the island, by index.
+        where: Returns the name of the group for messages.
+        timeout: Time limit of the waits for other ranks, in seconds.
+        open_members: Open groups of this process.
     """
 
     def __init__(
@@ -162,11 +161,11 @@ class Membership:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Whether this is not a copy in a forked child."""
+        """Whether this process made the object; False in a forked child."""
         return self._pid == os.getpid()
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a flat tensor that the others may read where it lies; None where there is no room."""
+        """Return a flat tensor that the other ranks can read in place; None if there is no room."""
         arena = self._members.arenas.current() if self._can_lend and self.is_of_this_process else None
         num_bytes = numel * dtype.itemsize
         if arena is None or not LEAST_BYTES <= num_bytes <= self._members.arena_budget(self._num_ranks):
@@ -174,7 +173,7 @@ class Membership:
         return arena.empty(numel, dtype)
 
     def give_up(self, error: BaseException, doing: str) -> None:
-        """Tell the others that this rank cannot go on, and why."""
+        """Publish the error of this rank, which fails the group on all ranks."""
         text = str(error) if isinstance(error, (dist.DistBackendError, RuntimeError)) else ""
         if not text or self.watch.is_closed:
             rank = self.watch.ranks[self.slots.rank]
@@ -182,7 +181,7 @@ class Membership:
         self.watch.give_up(text, self._progress)
 
     def close(self) -> None:
-        """End the threads and let go of the memory; nothing in a forked child."""
+        """End the threads and release the memory; a no-op in a forked child."""
         with self._closing:
             if self._is_closed or not self.is_of_this_process:
                 return

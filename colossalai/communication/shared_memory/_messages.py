@@ -1,20 +1,21 @@
-"""Messages from rank to rank through mailboxes in shared memory.
+"""Point-to-point messages through mailboxes in shared memory.
 
-A mailbox is a ring of bytes for one sender and one receiver, with a counter of each: how far it was written,
-and how far read. A message is a header (tag and length) and its bytes, padded to whole cache lines; one that
-is larger than the mailbox passes through it as the receiver makes room. A receiver takes messages out in the
-order in which they come and matches them by sender and tag; one that nobody has asked for yet is kept in
-memory of its own, so that it holds up no other one.
+A mailbox is a ring of bytes for one sender and one receiver, with a counter of the bytes written and one of
+the bytes read. A message is a header (tag and length) and its bytes, padded to whole cache lines; a message
+larger than the mailbox is sent in pieces, as the receiver makes room. A receiver reads messages in order of
+arrival and matches them by sender and tag. A message without a matching receive is kept in a separate buffer,
+so that it does not block later ones.
 
 [Note: who moves a message]
-`isend` puts as much into the mailbox as there is room for, and the rest waits at the sender; `irecv` takes
-out what is there. After that every thread that waits for a message moves whatever can be moved, sleeping at
-the rank's *bell*, which the others ring at every step. Nobody may be waiting: the sender computes and its
-mailbox is full, or the receiver has asked with `irecv` and is in a collective. For these a thread of each
-rank sleeps at its *alarm*. It is rung by a sender that could not put all of a message into a mailbox, and by
-a receiver that has made room in a mailbox whose sender has set its mark. The mark is set, and the mailbox
-looked at once more, with an atomic operation in between (the alarm); it is read after another one (the bell):
-so either the sender sees the room, or the receiver the mark.
+`isend` writes as much of a message to the mailbox as fits; the rest stays in the sender's queue. `irecv`
+reads the bytes that have arrived. Later, every thread that waits for a message moves all messages as far as
+possible, and sleeps on the rank's *bell*, which the other ranks ring at every step. Possibly no thread waits:
+the sender computes and its mailbox is full, or the receiver has posted an `irecv` and is in a collective. For
+these cases a message thread of each rank sleeps on its *alarm*. The alarm is rung by a sender whose message
+does not fit into the mailbox, and by a receiver that has made room in a mailbox whose sender has set its
+mark. A sender sets the mark, executes an atomic operation (the alarm), and checks the mailbox once more; a
+receiver reads the mark after an atomic operation (the bell). So either the sender sees the room, or the
+receiver sees the mark.
 """
 
 import os
@@ -38,12 +39,12 @@ from colossalai.communication.shared_memory._work import SharedWork, check_proce
 from colossalai.monitor import lost_ranks
 
 _HEADER = struct.Struct("<qQ")  # tag, length
-_PIECE = 256 << 10  # bytes that are copied before the other side hears of them
-_TURN = 1 << 20  # bytes that are moved before another thread gets its turn
+_PIECE = 256 << 10  # bytes that are copied before the counter is updated
+_TURN = 1 << 20  # bytes that a thread moves before it releases the lock
 _LEAST_MAILBOX = 64 << 10
-_COURIER_S = 5.0  # between two looks of the thread that nobody has called
+_COURIER_S = 5.0  # between two polls of the message thread without an alarm
 
-# Words of a sender's line of control, after the counter.
+# Indices of words in a sender's control line, after the counter.
 _MARK, _CAPACITY = 1, 2
 
 
@@ -51,8 +52,8 @@ _MARK, _CAPACITY = 1, 2
 class _Outgoing:
     work: "MessageWork"
     tag: int
-    data: torch.Tensor  # flat bytes; kept until they have gone
-    num_sent: int = -1  # -1: not even the header
+    data: torch.Tensor  # contiguous; kept until it is sent
+    num_sent: int = -1  # -1: the header is not sent either
 
 
 @dataclass
@@ -70,14 +71,14 @@ class _Inbox:
 
 
 class MessageWork(SharedWork):
-    """A message that is being sent or received.
+    """Work of a send or a receive.
 
     Args:
-        messages: Of the group.
-        tensor: What it is about.
-        peer: The index of the other rank; None for any.
-        doing: What is the message called?
-        then: What is done when it has come.
+        messages: Messages of the group.
+        tensor: Tensor of the message.
+        peer: Index of the other rank; None for any.
+        doing: Returns the name of the message.
+        then: Called after the arrival of the message.
     """
 
     def __init__(
@@ -97,22 +98,22 @@ class MessageWork(SharedWork):
         self.source = -1 if peer is None else peer
 
     def is_completed(self) -> bool:
-        """Whether it has ended; moves what can be moved."""
+        """Whether the message is complete; moves all messages as far as possible."""
         if not self._is_done and self._pid == os.getpid():
             self._messages.move()
         return self._is_done
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it; whoever waits goes on."""
+        """Complete the work and release its waiting threads."""
         if self._then is not None and error is None:
             self._then()
         super().finish(error)
 
     def source_rank(self) -> int:
-        """Return the rank of the group that has sent it."""
+        """Return the group rank of the sender."""
         return self.source
 
-    _source_rank = source_rank  # what `dist.recv` without a source asks for
+    _source_rank = source_rank  # used by `dist.recv` without a source
 
     def _finish_waiting(self, timeout: float | None) -> None:
         check_process(self._pid)
@@ -123,13 +124,15 @@ class Messages:
     """The messages of one rank in a group.
 
     Args:
-        segment: Of the group.
-        layout: Of the segment.
-        rank: This rank's index in it.
-        counters: The words at the bells; the alarms and the mailboxes' follow them.
-        watch: What ends a wait.
-        timeout: Seconds that another rank may take.
-        may_reserve: May so many bytes more be taken?
+        segment: Segment of the group.
+        layout: Layout of the segment.
+        rank: Index of this rank in the segment.
+        bells: Words on which waiting threads sleep, by rank.
+        alarms: Words on which the message threads sleep, by rank.
+        controls: Counters of the mailboxes.
+        watch: Watch of the group, which ends waits.
+        timeout: Time limit of the waits for other ranks, in seconds.
+        may_reserve: Returns whether so many bytes more may be reserved.
     """
 
     def __init__(
@@ -163,7 +166,7 @@ class Messages:
         self.num_reserved = 0
 
     def send(self, data: torch.Tensor, target: int, tag: int, doing: Callable[[], str]) -> SharedWork:
-        """Begin to send a contiguous tensor to a rank.
+        """Start to send a contiguous tensor to a rank.
 
         Raises:
             DistBackendError: The other rank has ended, or some rank has given up.
@@ -187,7 +190,7 @@ class Messages:
         doing: Callable[[], str],
         then: Callable[[], object] | None = None,
     ) -> SharedWork:
-        """Begin to receive a contiguous tensor from a rank, or from any; `then` follows when it is there.
+        """Start to receive a contiguous tensor from a rank, or from any; `then` is called on arrival.
 
         Raises:
             DistBackendError: Some rank has given up.
@@ -207,10 +210,10 @@ class Messages:
         return work
 
     def wait_for(self, work: MessageWork, peer: int | None, timeout: float | None) -> None:
-        """Move messages until one has ended.
+        """Move messages until one is complete.
 
         Raises:
-            DistBackendError: The other rank has ended, some rank has given up, or the time is over.
+            DistBackendError: The other rank has ended, some rank has given up, or the time limit is over.
         """
         others = set(self._in) if peer is None else {peer}
         patience = Patience(
@@ -228,14 +231,14 @@ class Messages:
                     patience.look()
                     self._bells.wait_for_change(self._rank, seen, SLICE_S)
         except dist.DistBackendError as error:
-            if timeout is None or not patience.is_over:  # else it is the limit of this caller alone
+            if timeout is None or not patience.is_over:  # otherwise only this caller's limit is over
                 self._watch.give_up(str(error), self._bells)
             raise
         finally:
             self._num_waiting -= 1
 
     def _awaited(self, work: MessageWork, others: set[int]) -> set[int]:
-        """Return for whom a message waits, after all has been taken out that these have sent."""
+        """Return the ranks that a message waits for, after reading everything that they have sent."""
         with self._receiving:
             for source in others:
                 while self._pull(source):
@@ -243,7 +246,7 @@ class Messages:
         return set() if work._is_done else others
 
     def _check(self, target: int, doing: Callable[[], str]) -> None:
-        """Look now and then whether somebody is there to receive what still fits into the mailbox."""
+        """Check every `SLICE_S` that the target is alive: sends that fit into the mailbox would not fail."""
         self._watch.check()
         now = time.monotonic()
         if now < self._next_look:
@@ -257,7 +260,7 @@ class Messages:
             raise error
 
     def move(self) -> bool:
-        """Move what can be moved, without waiting for another rank; return whether there was something."""
+        """Move all messages as far as possible without a wait; return whether anything was moved."""
         moved = 0
         if self._sending.acquire(blocking=False):
             try:
@@ -275,7 +278,7 @@ class Messages:
         return moved > 0
 
     def stop(self, timeout: float) -> None:
-        """End the thread of this rank."""
+        """End the message thread of this rank."""
         self._is_stopped = True
         if self._courier is not None:
             self._alarms.ring(self._rank)
@@ -283,10 +286,10 @@ class Messages:
                 self._courier.join(timeout)
             self._courier = None
 
-    # Sending; under its lock.
+    # Sending, under `_sending`.
 
     def _open_mailbox(self, target: int) -> None:
-        """Reserve the mailbox to a rank, as large as there is memory for, and write down how large."""
+        """Reserve the mailbox to a rank, as large as memory allows, and publish its size."""
         outbox = self._out[target]
         size = 0 if outbox.capacity else self._layout.mailbox_size
         while size >= min(_LEAST_MAILBOX, self._layout.mailbox_size):
@@ -305,7 +308,7 @@ class Messages:
             )
 
     def _push(self, target: int) -> int:
-        """Put into the mailbox to a rank what there is room for; return how many bytes that was."""
+        """Write queued messages to the mailbox to a rank, as far as they fit; return the number of bytes."""
         outbox = self._out[target]
         moved = 0
         while outbox.queue and moved < _TURN:
@@ -319,7 +322,7 @@ class Messages:
         return moved
 
     def _push_piece(self, target: int, outbox: _Outbox) -> int:
-        """Write the next header or piece; return by how much the mailbox was written on."""
+        """Write the next header or piece; return the number of bytes written to the mailbox."""
         message, room = outbox.queue[0], self._room(target, outbox)
         if room < LINE:
             return 0
@@ -328,7 +331,7 @@ class Messages:
             place = self._layout.mailbox(self._rank, target) + outbox.written % outbox.capacity
             self._segment.write(place, _HEADER.pack(message.tag, message.data.nbytes))
             message.num_sent, step = 0, LINE
-            size = min(room - LINE, message.data.nbytes, _PIECE)  # goes along with the header
+            size = min(room - LINE, message.data.nbytes, _PIECE)  # sent with the header
         else:
             size, step = min(room, message.data.nbytes - message.num_sent, _PIECE), 0
         if size:
@@ -353,24 +356,24 @@ class Messages:
         return outbox.capacity - ((outbox.written - read) & (2**32 - 1))
 
     def _mark(self, target: int, outbox: _Outbox) -> bool:
-        """Say that this rank waits for room; return whether there is some now."""
+        """Set the mark that this rank waits for room; return whether there is room now."""
         if not outbox.is_marked:
             self._segment.words[self._line(self._rank, target) + _MARK] = 1
             outbox.is_marked = True
         self._alarms.ring(target)
         return self._room(target, outbox) >= LINE
 
-    # Receiving; under its lock.
+    # Receiving, under `_receiving`.
 
     def _pull(self, source: int) -> int:
-        """Take out of the mailbox from a rank what is there; return how many bytes that was."""
+        """Read the bytes in the mailbox from a rank; return their number."""
         moved = 0
         while moved < _TURN and (step := self._pull_piece(source)):
             moved += step
         return moved
 
     def _pull_piece(self, source: int) -> int:
-        """Read the next header or piece; return by how much the mailbox was read on."""
+        """Read the next header or piece; return the number of bytes read from the mailbox."""
         inbox, line = self._in[source], self._line_of_sender(source, self._rank)
         written = self._controls.value(line)
         there = (written - inbox.read) & (2**32 - 1)
@@ -424,9 +427,9 @@ class Messages:
     def _finish(self, work: "MessageWork", error: Exception | None = None) -> None:
         work.finish(error)
         if self._num_waiting > (threading.current_thread() is not self._courier):
-            self._bells.ring(self._rank)  # it may be another thread that waits for this one
+            self._bells.ring(self._rank)  # another thread can be waiting for this message
 
-    # The courier; see [Note: who moves a message].
+    # The courier, the message thread; see [Note: who moves a message].
 
     def _call_courier(self) -> None:
         if self._courier is None and not self._is_stopped:
@@ -442,7 +445,7 @@ class Messages:
             if not self._is_stopped:
                 self._alarms.wait_for_change(self._rank, seen, _COURIER_S, spins=False)
 
-    # Places.
+    # Indices of control lines.
 
     def _line_of_sender(self, sender: int, receiver: int) -> int:
         return 2 * (sender * self._layout.num_ranks + receiver)
@@ -451,7 +454,7 @@ class Messages:
         return 2 * (sender * self._layout.num_ranks + receiver) + 1
 
     def _line(self, sender: int, receiver: int) -> int:
-        """Return the place of the sender's words."""
+        """Return the index of the sender's first word in the segment."""
         return self._layout.controls // 4 + self._line_of_sender(sender, receiver) * (LINE // 4)
 
 

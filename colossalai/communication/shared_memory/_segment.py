@@ -1,42 +1,42 @@
-"""Shared segments: memory that processes of one machine map, and how they come by it; arenas for tensors.
+"""Shared segments, which processes of one machine map, and arenas for tensors.
 
-A segment is sparse: it is mapped whole, and takes memory only where it was reserved. Nothing is written to a
-place that was not reserved: a page that the system cannot give when it is first touched ends a process with
-SIGBUS, while a reservation that fails is an error that can be answered.
+A segment is sparse: all of it is mapped, and only reserved ranges take memory. A range is reserved before it
+is written: on the first touch of an unreserved page without free memory the system would kill the process
+with SIGBUS, while a failed reservation is an error that can be handled.
 
 [Note: who shares a machine]
-Names of hosts say nothing: containers of one machine have different ones, and images start with the same. So
-a process offers ways to open its segment, and whoever can open one, maps it and finds the segment's token
-there shares the machine's memory. The first way is `/proc/PID/fd/N` of a memfd, which has no name, is not
-bounded by `/dev/shm` and is gone with the last process that maps it, however that ends. Where it is closed
-(another PID namespace, a hardened /proc) a file in `/dev/shm` serves: with a name that cannot be guessed, for
-this user alone, and unlinked as soon as all have opened it.
+Host names do not identify a machine: containers of one machine have different names, and machines with the
+same image can have equal names. So a process publishes paths to its segment. A process that can open one of
+them, and finds the segment's token there, shares the machine's memory. The first path is `/proc/PID/fd/N` of
+a memfd, which has no name, is not limited by the size of `/dev/shm` and is freed with the last process that
+maps it. If that path cannot be opened (another PID namespace, a hardened /proc), the segment is a file in
+`/dev/shm`: with a random name, private to the user, and unlinked as soon as all ranks have opened it.
 
-An arena is the segment of a process, in which the other ranks of its machine read its tensors where they lie.
-A tensor that is sent again and again, such as a bucket of gradients, may be allocated there instead of by
-torch; then a collective copies nothing into a slot first. It is address space without memory, in which blocks
-are reserved as tensors are made; what is freed is kept for the next ones up to a bound.
+An arena is a segment of one process, whose tensors the other ranks of its machine read in place. A tensor
+that is sent repeatedly, such as a bucket of gradients, can be allocated there instead of by torch; its
+collectives then skip the copy into a slot. An arena is address space, in which blocks are reserved as tensors
+are made; freed blocks are kept for reuse up to a bound.
 
 [Note: who writes while others read]
-A call lends its operand if that lies in the arena of its rank; each rank decides alone, and its header says
-where it is. p ranks, an operand of p sections in each part:
+A call lends its operand if that is in the arena of its rank. Each rank decides alone, and its header has the
+offset of the operand. p ranks, an operand of p sections in each part:
 
 | from | until | this rank's section | the section of rank s |
 | --- | --- | --- | --- |
 | the call | WRITTEN of this rank | its owner may write | its owner may write |
 | WRITTEN | REDUCED of s (of this rank) | its owner alone reads, and writes the sum | rank s alone reads |
-| REDUCED of s | the end of the part | all read (all-reduce only) | its owner writes what s has summed |
-| the last part | DONE of all, for which the call waits | all may still read | nobody reads |
+| REDUCED of s | the end of the part | all read (all-reduce only) | its owner writes the sum of s |
+| the last part | DONE of all, for which the call waits | all may still read | no rank reads |
 
-A gather has no REDUCED: all read the owner's bytes, which nobody writes, until all are DONE. So what a call
-that lends costs more than one through slots is the last wait: through slots a rank may go on while others
-still read what it gave.
+A gather has no REDUCED: all ranks read the owner's bytes, which no rank writes, until all are DONE. Compared
+with slots, lending costs one wait more, at the end of the call: with slots, a rank can continue while other
+ranks still read its data.
 
 [Note: arenas and fork]
-A forked child has a copy of all other memory of its parent, and here the memory itself. What it writes would
-change the gradients of its parent, so the child maps the arena anew, for itself alone: it sees what it has
-not written yet as the parent changes it. So only what is written before it is read belongs here: gradients,
-and no parameters, which a child (say, one that evaluates) expects to stay as they were.
+A forked child gets a copy of its parent's memory, but shares the arena. Its writes would change the gradients
+of its parent, so the child maps the arena privately: pages that it has not written still show the parent's
+changes. So an arena is only for data that is written before it is read, such as gradients. It is not for
+parameters, which a child (for example, an evaluation process) expects to be constant.
 """
 
 import ctypes
@@ -57,30 +57,30 @@ from typing import Any
 import torch
 
 PAGE = mmap.PAGESIZE
-LEAST_BYTES = 64 << 10  # of a tensor: what is smaller goes through a slot as fast
+LEAST_BYTES = 64 << 10  # smallest tensor in an arena; for smaller ones a slot is as fast
 _MOST_KEPT = 64 << 20  # bytes of freed blocks that stay reserved
-_TOKEN = 32  # bytes at the beginning of a segment, by which it is known
+_TOKEN = 32  # bytes of the token at the beginning of a segment
 _NAMED_FOLDER = Path("/dev/shm")
 _MAP_FIXED, _MAP_NORESERVE = 0x10, 0x4000
 _ADD_SEALS, _SEAL_SHRINK, _SEAL_GROW = 1033, 2, 4  # of fcntl(2); the module names them on some builds only
 
 
 class NoMemoryError(RuntimeError):
-    """Shared memory that could not be reserved or mapped; the message says how much was asked for."""
+    """Shared memory could not be reserved or mapped; the message has the requested size."""
 
 
 class Segment:
     """Memory that several processes map.
 
     Args:
-        descriptor: Of the open file; owned by the segment from here on.
-        size: Of the file, in bytes.
-        path: Where the file still has a name.
+        descriptor: Descriptor of the open file, which the segment owns from now on.
+        size: Size of the file in bytes.
+        path: Path of the file, if it has a name.
 
     Attributes:
-        size: In bytes.
-        address: Of the first byte in this process.
-        words: All of it, as unsigned 32-bit words; one word is read and written in one piece.
+        size: Size in bytes.
+        address: Address of the first byte in this process.
+        words: The segment as unsigned 32-bit words; a word is read and written atomically.
     """
 
     def __init__(self, descriptor: int, size: int, path: Path | None = None) -> None:
@@ -92,7 +92,7 @@ class Segment:
         self.address = ctypes.addressof(self.words)
 
     def reserve(self, start: int, length: int) -> None:
-        """Have the system give memory for some bytes now, as far as it has not.
+        """Allocate memory for a range of bytes, as far as it has none.
 
         Raises:
             NoMemoryError: The system has no memory for them.
@@ -105,48 +105,48 @@ class Segment:
             ) from None
 
     def give_back(self, start: int, length: int) -> None:
-        """Let the system have the memory of whole pages again; they read as zeros then."""
+        """Return the memory of whole pages to the system; they read as zeros afterwards."""
         self._map.madvise(mmap.MADV_REMOVE, start, length)
 
     def map_privately(self) -> None:
-        """Map the same memory for this process alone, in the same place: what it writes, nobody else sees."""
+        """Map the same memory privately at the same address: other processes do not see later writes."""
         flags = mmap.MAP_PRIVATE | _MAP_FIXED | _MAP_NORESERVE
         _mmap(self.address, self.size, mmap.PROT_READ | mmap.PROT_WRITE, flags, self._descriptor, 0)
 
     @property
     def token(self) -> bytes:
-        """What this segment is known by."""
+        """Random bytes that identify the segment."""
         return self.read(0, _TOKEN)
 
     def tensor(self, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return `count` elements from byte `start` on as a tensor, which is to be let go of soon.
+        """Return `count` elements from byte `start` on as a tensor, for short use.
 
-        There is no tensor of it all: it would look like so much memory to whoever counts that of tensors.
+        The segment keeps no tensor of all its bytes: tools that count the memory of tensors would include it.
         """
         if count == 0:
             return torch.empty(0, dtype=dtype, device="cpu")
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=start)
 
     def read(self, start: int, length: int) -> bytes:
-        """Return some bytes of it."""
+        """Return a range of bytes."""
         return self._map[start : start + length]
 
     def write(self, start: int, data: bytes) -> None:
-        """Set some bytes of it; they have been reserved."""
+        """Set a range of reserved bytes."""
         self._map[start : start + len(data)] = data
 
     def offers(self) -> list[str]:
-        """Return the paths by which another process of this machine may open it, the best first."""
+        """Return the paths by which another process of this machine can open the segment, best first."""
         return [str(self._path)] if self._path else [f"/proc/{os.getpid()}/fd/{self._descriptor}"]
 
     def hide(self) -> None:
-        """Take its name away: all have opened it, and nothing is left behind from now on."""
+        """Unlink the file, after all ranks have opened it: from now on it ends with its processes."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None
 
     def close(self) -> None:
-        """Let go of it: the memory is returned when the last tensor over it has gone, in all processes."""
+        """Close the file; the memory is freed with the last tensor over it, in all processes."""
         self.hide()
         if self._descriptor >= 0:
             os.close(self._descriptor)
@@ -154,15 +154,15 @@ class Segment:
 
 
 def create_segment(size: int, *, first: int, named: bool = False) -> Segment:
-    """Make a segment of `size` bytes, of which the `first` ones are reserved.
+    """Make a segment of `size` bytes, of which the first `first` bytes are reserved.
 
     Args:
         size: Address space, a multiple of the page size.
-        first: Bytes at its beginning that will be written to whatever happens.
-        named: Make a file with a name instead of a memfd.
+        first: Number of bytes to reserve at the beginning.
+        named: Whether to make a file with a name instead of a memfd.
 
     Raises:
-        NoMemoryError: The system has no place or no memory for it.
+        NoMemoryError: The system has no folder or no memory for it.
     """
     path = None
     try:
@@ -177,7 +177,7 @@ def create_segment(size: int, *, first: int, named: bool = False) -> Segment:
     try:
         os.ftruncate(descriptor, size)
         os.posix_fallocate(descriptor, 0, first)
-        if path is None:  # nobody can take memory away under those who have mapped it
+        if path is None:  # no process can truncate the file under the others
             fcntl.fcntl(descriptor, _ADD_SEALS, _SEAL_SHRINK | _SEAL_GROW)
         segment = Segment(descriptor, size, path)
     except (OSError, ValueError) as error:
@@ -190,12 +190,12 @@ def create_segment(size: int, *, first: int, named: bool = False) -> Segment:
 
 
 def open_segment(offers: Sequence[str], token: bytes, size: int) -> Segment | None:
-    """Map what another process offers; None where none of its offers leads to its memory.
+    """Map the segment of another process; return None if none of its paths leads to it.
 
     Args:
-        offers: Of `Segment.offers`.
-        token: Of the segment, by which it is known.
-        size: Of the segment.
+        offers: Paths from `Segment.offers`.
+        token: Token of the segment.
+        size: Size of the segment.
     """
     for offer in offers:
         with suppress(OSError, ValueError):
@@ -212,36 +212,36 @@ def open_segment(offers: Sequence[str], token: bytes, size: int) -> Segment | No
 
 
 class Arena:
-    """The memory of this process.
+    """Memory for tensors of this process that other ranks read in place.
 
     Args:
-        size: Bytes of address space, and the most that is ever reserved.
+        size: Bytes of address space, and the bound of the reserved bytes.
 
     Attributes:
-        size: As given.
-        num_reserved: Bytes that take memory now.
+        size: Bytes of address space, rounded up to pages.
+        num_reserved: Number of reserved bytes.
 
     Raises:
-        NoMemoryError: The system gives no address space for it.
+        NoMemoryError: The system has no address space for it.
     """
 
     def __init__(self, size: int) -> None:
         self.size = -(-size // PAGE) * PAGE
         self._segment = create_segment(self.size, first=PAGE)
         self.num_reserved = 0
-        self._kept: dict[int, list[int]] = {}  # places of freed blocks that are reserved still, by length
+        self._kept: dict[int, list[int]] = {}  # freed blocks that stay reserved, by length
         self._num_kept = 0
-        self._holes = [(PAGE, self.size - PAGE)]  # place and length, by place; none next to another
-        self._freed: deque[tuple[int, int]] = deque()  # by finalizers, which may run at any moment
+        self._holes = [(PAGE, self.size - PAGE)]  # (start, length), sorted; adjacent ones are merged
+        self._freed: deque[tuple[int, int]] = deque()  # filled by finalizers, which can run at any time
         self._lock = threading.Lock()
         os.register_at_fork(after_in_child=self._segment.map_privately)  # See [Note: arenas and fork]
 
     def offer(self) -> dict[str, Any]:
-        """Return what another process opens it by."""
+        """Return the data with which another process opens the arena."""
         return {"paths": self._segment.offers(), "token": self._segment.token.hex(), "size": self.size}
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
-        """Return a flat tensor that lies here, of no certain values; None where there is no room for it."""
+        """Return an uninitialized flat tensor in the arena; None if there is no room for it."""
         length = -(-numel * dtype.itemsize // PAGE) * PAGE
         with self._lock:
             self._take_back()
@@ -249,12 +249,12 @@ class Arena:
         if start is None:
             return None
         block = (ctypes.c_char * length).from_address(self._segment.address + start)
-        # The storage of the tensor holds the block, so this is called when the last view of it has gone.
+        # The storage of the tensor holds the block, so the finalizer runs with the end of its last view.
         weakref.finalize(block, self._freed.append, (start, length)).atexit = False
         return torch.frombuffer(block, dtype=dtype, count=numel)
 
     def give_back(self) -> None:
-        """Give all freed blocks back to the system."""
+        """Return all freed blocks to the system."""
         with self._lock:
             self._take_back(most=0)
             for length, places in self._kept.items():
@@ -264,12 +264,12 @@ class Arena:
             self._num_kept = 0
 
     def place(self, address: int, num_bytes: int) -> int:
-        """Return where some bytes of this process lie in the arena; 0 if they do not."""
+        """Return the offset of a range of bytes in the arena; 0 if it is not in the arena."""
         at = address - self._segment.address
         return at if 0 < at <= self.size - num_bytes else 0
 
     def _reserve(self, length: int) -> int | None:
-        """Return a place for a block: one that was freed, or the first hole where it fits."""
+        """Return the start of a block: a freed block of this length, or the first hole that fits."""
         if places := self._kept.get(length):
             self._num_kept -= length
             return places.pop()
@@ -284,7 +284,7 @@ class Arena:
         return None
 
     def _take_back(self, *, most: int = _MOST_KEPT) -> None:
-        """Keep the blocks that were freed, up to `most` bytes; the system gets the others."""
+        """Keep freed blocks up to `most` bytes, and return the others to the system."""
         while self._freed:
             start, length = self._freed.popleft()
             if self._num_kept + length <= most:
@@ -300,7 +300,7 @@ class Arena:
 
 
 class Arenas:
-    """The arena of this process, and those of others that it has mapped, for all groups together."""
+    """The arena of this process and the mapped arenas of others, shared by all groups."""
 
     def __init__(self) -> None:
         self._own: Arena | None = None
@@ -309,12 +309,12 @@ class Arenas:
 
     @property
     def num_reserved(self) -> int:
-        """Bytes that the arena of this process takes now."""
+        """Number of reserved bytes of the arena of this process."""
         arena = self.current()
         return 0 if arena is None else arena.num_reserved
 
     def give_back(self) -> None:
-        """Give back what this process has reserved and does not use."""
+        """Return the unused blocks of this process to the system."""
         if (arena := self.current()) is not None:
             arena.give_back()
 
@@ -323,10 +323,10 @@ class Arenas:
         return self._own if self._pid == os.getpid() else None
 
     def own(self, size: int) -> Arena | None:
-        """Return that of this process, made with `size` if it is not there; None where it cannot be made."""
+        """Return the arena of this process, made with `size` on the first call; None if that fails."""
         if self._pid != os.getpid():
             self._pid, self._own = os.getpid(), None
-            if hasattr(os, "memfd_create"):  # a file with a name would stay behind
+            if hasattr(os, "memfd_create"):  # a named file could outlive the process
                 with suppress(NoMemoryError):
                     self._own = Arena(size)
         return self._own
@@ -337,13 +337,13 @@ class Arenas:
         if found is None:
             found = open_segment(offer["paths"], bytes.fromhex(offer["token"]), offer["size"])
             if found is not None:
-                found.close()  # what is mapped stays; the descriptor is of no more use
+                found.close()  # the mapping remains valid without the descriptor
                 self._opened[offer["token"]] = found
         return found
 
 
 def _joined(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Return holes by place, those that touch as one."""
+    """Return the holes sorted by start, with adjacent ones merged."""
     found: list[tuple[int, int]] = []
     for start, length in sorted(holes):
         if found and sum(found[-1]) == start:
@@ -354,31 +354,31 @@ def _joined(holes: list[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 _MEMCPY = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcpy = _MEMCPY(("memcpy", ctypes.CDLL(None)))  # gives up Python's lock for the time of a call
+_memcpy = _MEMCPY(("memcpy", ctypes.CDLL(None)))  # releases the GIL during a call
 _INTS = (ctypes.c_int,) * 3
 _MMAP = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *_INTS, ctypes.c_long)
 _mmap = _MMAP(("mmap", ctypes.CDLL(None)))
 
 
 def copy_bytes(target: int, source: int, num_bytes: int) -> None:
-    """Copy bytes between addresses, by the C library: past torch's dispatcher, without Python's lock.
+    """Copy bytes between addresses with memcpy, without torch's dispatcher and without the GIL.
 
     Args:
-        target: Where to.
-        source: Where from; the same address or a range that does not overlap.
-        num_bytes: How many.
+        target: Target address.
+        source: Source address; the same address, or a range that does not overlap.
+        num_bytes: Number of bytes.
     """
     if num_bytes and target != source:
         _memcpy(target, source, num_bytes)
 
 
 def _open_offer(offer: str, size: int) -> int:
-    """Open a file if it is one that a rank of ours may have made.
+    """Open the file of a segment, after checks of its type, owner, size and mode.
 
     Raises:
-        OSError: The file cannot be opened, or is not such a one.
+        OSError: The file cannot be opened, or is not a segment of this user.
     """
-    is_named = not offer.startswith("/proc/")  # there the link itself is the way to a memfd
+    is_named = not offer.startswith("/proc/")  # the path to a memfd is a link
     descriptor = os.open(offer, os.O_RDWR | os.O_CLOEXEC | (os.O_NOFOLLOW if is_named else 0))
     found = os.fstat(descriptor)
     is_ours = stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid() and found.st_size == size

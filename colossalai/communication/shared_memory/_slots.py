@@ -1,11 +1,11 @@
-"""Slots in shared memory, through which collectives pass their data in parts.
+"""Slots in shared memory, the buffers of collectives, which are used in parts.
 
-Each rank has a slot of two halves; only it writes there. A part of a call uses one half on all ranks, the
-next part the other one, over all calls of a group: parts are numbered, and a rank's progress counter says in
-which part and phase it is. It is BEGUN when its header lies there (only who waits long says that), WRITTEN
-when the rank's data do, REDUCED when its section of a sum does, DONE when it reads nothing of this part any
-more. Before a rank writes to a half it waits until all are DONE with the part that used it before, two parts
-ago. So a rank may be one part ahead of the slowest one, and a rooted call costs its root no wait.
+Each rank has a slot of two halves, to which only it writes. The parts of all calls of a group are numbered
+and use the halves alternately; a rank's progress counter contains its part and phase. A rank is BEGUN when it
+has written its header (published only in a long wait), WRITTEN when it has written its data, REDUCED when it
+has written its section of a sum, and DONE when it does not read this part any more. Before a rank writes to a
+half it waits until all ranks are DONE with the last part in that half, two parts ago. So a rank can be one
+part ahead of the slowest one, and the senders of a rooted call do not wait for its receivers.
 """
 
 import time
@@ -42,28 +42,28 @@ from colossalai.monitor import DisagreementError
 
 BEGUN, WRITTEN, REDUCED, DONE = 0, 1, 2, 3  # phases of a part; each one includes those before
 _PHASES = 4
-_LATE_S = 1.0  # for ranks that have not come to a call of which two others do not agree
+_LATE_S = 1.0  # after a mismatch, wait for the headers of ranks that are late
 
 
 class Slots:
-    """The slots of a group, seen by one of its ranks.
+    """The slots of a group, from the view of one of its ranks.
 
     Args:
-        segment: Of the group.
-        layout: Of the segment.
-        rank: This rank's index in it.
-        counters: The ranks' progress.
-        watch: What ends a wait.
-        timeout: Seconds that another rank may take.
-        budget: How many bytes may the slot of this rank take?
-        own: The arena of this rank, from which it may lend operands; None: it lends none.
-        arenas: Those of the others, by index.
+        segment: Segment of the group.
+        layout: Layout of the segment.
+        rank: Index of this rank in the segment.
+        counters: Progress counters of the ranks.
+        watch: Watch of the group, which ends waits.
+        timeout: Time limit of the waits for other ranks, in seconds.
+        budget: Returns the bytes that the slot of this rank may take.
+        own: Arena of this rank, from which it lends operands; None: it lends none.
+        arenas: Arenas of the other ranks, by index.
 
     Attributes:
-        rank: This rank's index.
-        num_ranks: How many there are.
-        others: The indices of the others.
-        following: The same, from this one on: not all read the same slot at once.
+        rank: Index of this rank.
+        num_ranks: Number of ranks.
+        others: Indices of the other ranks.
+        following: The same in cyclic order from this rank on, so that ranks read different slots at a time.
         room: Bytes of a half that all ranks have reserved.
     """
 
@@ -85,7 +85,7 @@ class Slots:
         self.others = tuple(other for other in range(layout.num_ranks) if other != rank)
         self.following = (*range(rank + 1, layout.num_ranks), *range(rank))
         self.room = FIRST_ROOM
-        self._most = MOST_ROOM  # the same on all ranks; what this one may take is `budget`
+        self._most = MOST_ROOM  # the same on all ranks; `budget` is the bound of this rank
         self._budget = budget
         self._reserved = FIRST_ROOM
         self._segment = segment
@@ -94,22 +94,22 @@ class Slots:
         self._watch = watch
         self._own = own
         self._arenas = arenas or {}
-        self._places = [0] * layout.num_ranks  # of what is lent in this part, in the arenas of the ranks
+        self._places = [0] * layout.num_ranks  # offsets of the operands lent in this part, by rank
         self._part = 0
         self._call = Call(0, "barrier")
         self._header = b""
-        self._unchecked: dict[int, bytes] = {}  # headers of parts in which not all looked at all
+        self._unchecked: dict[int, bytes] = {}  # headers of parts without a wait for all ranks
         self._target = START
         self._patience = Patience(watch, self._missing, doing=self._doing, timeout=timeout)
 
-    # Parts: what every collective goes through.
+    # Parts: the steps of every collective.
 
     def start(self, call: Call, num_bytes: int) -> None:
-        """Start a call, with slots that are as large as it can use.
+        """Start a call, and grow the slots up to the size that it can use.
 
         Args:
-            call: The same on all ranks.
-            num_bytes: How much each rank gives or gets; the same on all ranks.
+            call: The call, the same on all ranks.
+            num_bytes: Bytes of a rank's share, the same on all ranks.
 
         Raises:
             DistBackendError: An earlier call has failed.
@@ -117,58 +117,59 @@ class Slots:
         self._watch.check()
         self._call = call
         self._header = call.packed()
-        if call.words:  # before the header: whoever reads its stamp may ask what it means
+        if call.words:  # before the header: readers of its stamp read the description
             self._segment.write(self._layout.meaning(self.rank), call.words[:WORDS].ljust(WORDS, b"\0"))
         self.make_room(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
-        """Agree on larger slots, if more is to pass than they hold and they may grow.
+        """Agree on larger slots, if the data does not fit and they can grow; collective then.
 
         Args:
-            num_bytes: How much a rank gives or gets; the same on all ranks.
+            num_bytes: Bytes of a rank's share, the same on all ranks.
         """
         if num_bytes > self.room and self.room < self._most:
             self._grow(min(num_bytes, self._most))
 
     @contextmanager
     def limited(self, timeout: timedelta | None) -> Iterator[None]:
-        """Within the block, another rank may take so long; None: as long as ever."""
+        """Change the time limit of waits within the block; None: no change."""
         with self._patience.limited(None if timeout is None else timeout.total_seconds()):
             yield
 
     def timeout(self) -> float:
-        """Return how many seconds another rank may take at the moment."""
+        """Return the present time limit of waits in seconds."""
         return self._patience.timeout
 
     def begin(self, extent: int = 0, *, is_even: bool = False) -> None:
-        """Begin the next part: wait for its half of the slots, and write this rank's header.
+        """Begin the next part: wait until its half of the slots is free, and write this rank's header.
 
         Args:
-            extent: Of an all-to-all: the bytes of this rank's largest message.
-            is_even: Whether its others are as large.
+            extent: Bytes of this rank's largest message, in an all-to-all.
+            is_even: Whether all its messages have this size.
         """
         self._part += 1
         if extent or is_even:
             self._set_own_fields(OwnFields(self._call.room, extent, is_even))
         self._patience.begin()
+        # All ranks have to be DONE with the part that used this half before: it is overwritten now.
         self._wait(self.others, self._value(DONE) - 2 * _PHASES, self._patience.look)
         if self._part - 2 in self._unchecked:
             self._compare(self.others, self._part - 2, self._unchecked.pop(self._part - 2))
         self._segment.write(self._layout.header(self.rank, self._part), self._header)
 
     def publish(self, phase: int) -> None:
-        """Say that this rank has come to a phase of the part."""
+        """Publish that this rank has reached a phase of the part; earlier writes are visible before it."""
         self._counters.set(self.rank, self._value(phase))
 
     def wait(self, phase: int, ranks: Sequence[int] | None = None) -> None:
-        """Wait until other ranks have come to a phase of the part, and make sure that they are at this call.
+        """Wait until other ranks have reached a phase of the part; after WRITTEN, compare their headers.
 
         Args:
             phase: One of WRITTEN, REDUCED and DONE.
-            ranks: Which ones; default: all.
+            ranks: Indices of the ranks. Default: all others.
 
         Raises:
-            DisagreementError: A rank is at another call.
+            DisagreementError: A rank issues another call.
         """
         awaited = self.others if ranks is None else ranks
         self._wait(awaited, self._value(phase), self._look)
@@ -176,25 +177,25 @@ class Slots:
             self._compare(awaited, self._part, self._header)
 
     def look_later(self) -> None:
-        """Have the headers of this part compared when all are done with it: nobody waits for all now."""
+        """Defer the comparison of the headers of this part, which has no wait for all ranks, to `begin`."""
         self._unchecked[self._part] = self._header
 
     def extent(self, rank: int) -> tuple[int, bool]:
-        """Return the largest message of a rank, and whether its others are as large, from its header."""
+        """Return the size of a rank's largest message, and whether all have this size, from its header."""
         own = self._own_fields(rank)
         return own.extent, own.is_even
 
     # Operands that are not copied; see [Note: who writes while others read] in _segment.py.
 
     def lend(self, address: int, num_bytes: int) -> bool:
-        """Let the others read this call's operand where it lies, if it lies in the arena of this rank.
+        """Lend this call's operand to the other ranks, which read it in place, if it is in this rank's arena.
 
         Args:
-            address: Of the operand in this process; it is the caller's again after `end_loan`.
-            num_bytes: How large it is.
+            address: Address of the operand in this process; the loan ends with `end_loan`.
+            num_bytes: Size of the operand.
 
         Returns:
-            Whether they will; else it has to be `put`.
+            Whether it is lent; otherwise the caller has to `put` it.
         """
         if self._own is None or num_bytes < LEAST_BYTES:
             return False
@@ -204,24 +205,24 @@ class Slots:
         return place > 0
 
     def look_for_loans(self) -> None:
-        """See which ranks lend their operands in this part; after `wait(WRITTEN)` for all."""
+        """Read from the headers which ranks lend their operands; call this after `wait(WRITTEN)` for all."""
         if self._arenas:
             for rank in self.others:
                 self._places[rank] = self._own_fields(rank).place
 
     def end_loan(self) -> None:
-        """Wait until nobody reads the operand any more; after the last part of a call that lends it."""
+        """Wait until all ranks are DONE with the operand, after the last part of a call that lends it."""
         self._wait(self.others, self._value(DONE), self._look)
 
     def operand(self, rank: int, at: int, count: int, dtype: torch.dtype, *, in_slot: int) -> torch.Tensor:
-        """Return elements of another rank's operand, from its slot or where it lends them.
+        """Return elements of another rank's operand, from its slot or its arena.
 
         Args:
-            rank: The rank.
-            at: Where they begin in the whole operand, in bytes.
-            count: How many there are.
-            dtype: Of the elements.
-            in_slot: Where they begin in the slot, in bytes, if they are there.
+            rank: Index of the rank.
+            at: Offset of the elements in the whole operand, in bytes.
+            count: Number of elements.
+            dtype: Dtype of the elements.
+            in_slot: Offset of the elements in the slot, in bytes, if the operand is not lent.
         """
         if place := self._places[rank]:
             return self._arenas[rank].tensor(place + at, count, dtype)
@@ -237,11 +238,11 @@ class Slots:
     # The memory of the present part.
 
     def address(self, rank: int) -> int:
-        """Return where the half of a rank's slot begins."""
+        """Return the address of the present half of a rank's slot."""
         return self._segment.address + self._layout.slot(rank, self._part & 1)
 
     def elements(self, rank: int, start: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return what lies in a rank's slot from element `start` on as a flat tensor, for this part only."""
+        """Return `count` elements of a rank's slot from element `start` on, valid in this part only."""
         at = self._layout.slot(rank, self._part & 1) + start * dtype.itemsize
         return self._segment.tensor(at, count, dtype)
 
@@ -249,9 +250,9 @@ class Slots:
         """Copy bytes of this process into this rank's slot.
 
         Args:
-            source: Their address.
-            num_bytes: How many.
-            at: Where in the slot.
+            source: Source address.
+            num_bytes: Number of bytes.
+            at: Offset in the slot.
         """
         copy_bytes(self.address(self.rank) + at, source, num_bytes)
 
@@ -264,26 +265,26 @@ class Slots:
         self._segment.write(self._layout.slot(self.rank, self._part & 1), data)
 
     def read(self, rank: int, start: int, length: int) -> bytes:
-        """Return some bytes of a rank's slot."""
+        """Return a range of bytes of a rank's slot."""
         return self._segment.read(self._layout.slot(rank, self._part & 1) + start, length)
 
     def parts(self, num_bytes: int, unit: int, share: int = 1) -> Iterator[tuple[int, int]]:
-        """Cut bytes into parts that fit into the slots.
+        """Split bytes into parts that fit into the slots.
 
         Args:
-            num_bytes: How many; no part at all comes of none.
-            unit: Bytes that are not cut.
-            share: How many such parts a slot has to hold.
+            num_bytes: Number of bytes; for 0, there are no parts.
+            unit: Granularity of the parts, in bytes.
+            share: Number of parts that a slot has to hold at once.
 
         Yields:
-            Where each part begins, and its bytes.
+            Offset and size of each part.
         """
         size = max(unit, self.room // share // unit * unit)
         for start in range(0, num_bytes, size):
             yield start, min(size, num_bytes - start)
 
     def reserve(self, room: int) -> None:
-        """Reserve so many bytes of each half of this rank's slot.
+        """Reserve `room` bytes of each half of this rank's slot.
 
         Raises:
             NoMemoryError: The machine has no memory for them.
@@ -294,7 +295,7 @@ class Slots:
 
     @property
     def num_reserved(self) -> int:
-        """Bytes of this rank's slot that take memory."""
+        """Number of reserved bytes of this rank's slot."""
         return 2 * self._reserved
 
     # Inside.
@@ -306,7 +307,7 @@ class Slots:
         return OwnFields.of(self._segment.read(self._layout.header(rank, self._part), HEADER))
 
     def _grow(self, wanted: int) -> None:
-        """Agree on larger slots: each rank reserves what it can, and all take what the least one has."""
+        """Agree on larger slots: each rank reserves memory and publishes its size; the minimum is used."""
         room = FIRST_ROOM
         while room < wanted:
             room *= 2
@@ -320,7 +321,7 @@ class Slots:
         self.wait(WRITTEN)
         least = min(self._own_fields(rank).room for rank in range(self.num_ranks))
         if least <= self.room:
-            self._most = self.room  # some rank has no memory for more; all have seen the same
+            self._most = self.room  # a rank has no memory for more; all ranks have read the same sizes
         self.room = max(self.room, least)
         self.publish(DONE)
         self._call = self._call._replace(is_growing=False)
@@ -335,10 +336,10 @@ class Slots:
             self._counters.wait_for(rank, target, look)
 
     def _look(self) -> None:
-        """Between two slices of a wait: compare the headers of all that have come to this part.
+        """Compare the headers of all ranks that have begun this part; called between two slices of a wait.
 
-        Two ranks that each take the other for the root have nothing to say to one another, and would wait in
-        vain; so who has to wait says first that its header is there.
+        Two ranks that each expect the other one to be the root would publish nothing and wait for ever. So a
+        waiting rank first publishes BEGUN, after which the other ranks can read its header.
         """
         begun = self._value(BEGUN)
         if is_behind(self._counters.value(self.rank), begun):
@@ -349,7 +350,7 @@ class Slots:
         self._patience.look()
 
     def missing(self) -> list[int]:
-        """Return the global ranks for which this one waits now."""
+        """Return the global ranks that this rank waits for now."""
         return self._watch.global_ranks(self._missing())
 
     def _missing(self) -> set[int]:
@@ -373,12 +374,12 @@ class Slots:
                 )
 
     def _meaning(self, rank: int) -> str:
-        """Return what the stamp of a global rank's call means, of the last one that has had any."""
+        """Return the description of the last stamp of a global rank."""
         text = self._segment.read(self._layout.meaning(self._watch.ranks.index(rank)), WORDS)
         return text.rstrip(b"\0").decode(errors="replace")
 
     def _come_in_time(self, part: int) -> list[int]:
-        """Return who else has come to a part, after a moment for the late: who is alone shows by the rest."""
+        """Return the other ranks that have begun a part, after a wait for late ones of at most `_LATE_S`."""
         begun, end = (START + part * _PHASES + BEGUN) & (2**32 - 1), time.monotonic() + _LATE_S
         while True:
             late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}

@@ -1,4 +1,4 @@
-"""Tensors of users on their way to shared memory: contiguous, apart, and of the sizes that a call needs."""
+"""Checks and staging copies of the tensors that users pass to collectives in shared memory."""
 
 from collections.abc import Callable, Sequence
 from operator import index
@@ -7,19 +7,19 @@ from typing import Any, TypeVar
 import torch
 
 Result = TypeVar("Result")
-Bytes = tuple[int, int]  # their address, and how many
+Bytes = tuple[int, int]  # address and number of bytes
 
 
 class Places:
-    """Where a call reads and writes: in the user's tensors, or in copies of those that have gaps."""
+    """Tensors that a call reads and writes: the user's, or contiguous copies of them."""
 
     def __init__(self) -> None:
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._kept: list[torch.Tensor] = []  # until the call has ended
+        self._kept: list[torch.Tensor] = []  # keeps them alive during the call
 
     @property
     def has_copies(self) -> bool:
-        """Whether something has to be copied back."""
+        """Whether a copy has to be copied back."""
         return bool(self._back)
 
     def source(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ class Places:
         return tensor
 
     def target(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a contiguous tensor to write, which is copied to the user's in the end if it is not that.
+        """Return a contiguous tensor to write: the user's tensor, or a copy for `copy_back`.
 
         Raises:
             ValueError: Elements of the tensor share memory.
@@ -52,9 +52,9 @@ class Places:
     def targets(
         self, tensors: Sequence[torch.Tensor], sources: Sequence[torch.Tensor] = ()
     ) -> list[torch.Tensor]:
-        """Return contiguous tensors to write; copies of all where one overlaps another, or a source.
+        """Return contiguous tensors to write; copies of all if one overlaps another, or a source.
 
-        Copies go back in their order, so of outputs that are one tensor it gets the last.
+        They are copied back in order, so a tensor that is passed twice gets the last result.
         """
         found = [self.target(tensor) for tensor in tensors]
         if _overlap((*found, *sources)):
@@ -72,7 +72,7 @@ class Places:
         return found
 
     def all_both(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return contiguous tensors to read and to write; copies of all where one overlaps another."""
+        """Return contiguous tensors to read and to write; copies of all if one overlaps another."""
         if len(tensors) == 1:
             return [self.both(tensors[0])]
         found = self.targets(tensors)
@@ -82,7 +82,7 @@ class Places:
         return found
 
     def source_apart(self, source: torch.Tensor, target: torch.Tensor, own: int = 0) -> torch.Tensor:
-        """Return a contiguous source that does not overlap a target, or begins at the address `own`."""
+        """Return a contiguous source that begins at the address `own` or does not overlap the target."""
         found = self.source(source)
         begin, first = found.data_ptr(), target.data_ptr()
         if begin == own or begin >= first + target.nbytes or begin + found.nbytes <= first:
@@ -90,17 +90,17 @@ class Places:
         return self.source(found.clone())
 
     def apart(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return a target that does not lie within a source, unless it is this rank's own section of it."""
+        """Return a target that is this rank's own section of a source or does not overlap the source."""
         begin, end = source.data_ptr(), source.data_ptr() + source.nbytes
         address = target.data_ptr()
         if address == begin + rank * target.nbytes or address >= end or address + target.nbytes <= begin:
             return target
         copy = torch.empty_like(target)
-        self._back.insert(0, (target, copy))  # before what the target is itself copied to
+        self._back.insert(0, (target, copy))  # before the copy of the target itself
         return copy
 
     def copy_back(self) -> None:
-        """Copy what was written elsewhere to where it belongs."""
+        """Copy the results in copies to the user's tensors."""
         for tensor, copy in self._back:
             tensor.copy_(copy)
 
@@ -111,7 +111,7 @@ class Places:
 
 
 def apart_from_callers(call: Callable[..., Result], *args: Any) -> Result:
-    """Call a function whose operations are nobody's: not autograd's, and not of a mode of the caller."""
+    """Call a function outside of autograd and of the dispatch modes of the caller."""
     with torch.inference_mode(), torch._C.DisableTorchFunction():
         if torch._C._len_torch_dispatch_stack():
             with torch.utils._python_dispatch._disable_current_modes():
@@ -125,15 +125,15 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def bytes_of(tensor: torch.Tensor) -> Bytes:
-    """Return where the bytes of a contiguous tensor are."""
+    """Return the address and the number of bytes of a contiguous tensor."""
     return tensor.data_ptr(), tensor.nbytes
 
 
 def check_share(operation: str, whole: torch.Tensor, share: torch.Tensor, num_ranks: int) -> None:
-    """Require of a tensor that it has room for what all ranks share of it.
+    """Check that a tensor has the size of one share per rank.
 
     Raises:
-        ValueError: `whole` has more or less, or another type.
+        ValueError: `whole` has more or fewer elements, or another dtype.
     """
     if whole.numel() != num_ranks * share.numel():
         raise ValueError(
@@ -147,7 +147,7 @@ def check_share(operation: str, whole: torch.Tensor, share: torch.Tensor, num_ra
 
 
 def check_list(operation: str, listed: Sequence[torch.Tensor], one: torch.Tensor, num_ranks: int) -> None:
-    """Require of a list that it has a tensor for each rank, alike to a single one.
+    """Check that a list has one tensor per rank, with the shape and dtype of a single one.
 
     Raises:
         ValueError: `listed` is longer or shorter, or one of its tensors differs.
@@ -164,10 +164,10 @@ def check_list(operation: str, listed: Sequence[torch.Tensor], one: torch.Tensor
 
 
 def check_one(operation: str, tensors: Sequence[torch.Tensor], instead: str = "") -> None:
-    """Require of the tensors of a call that they are one.
+    """Check that a call has exactly one tensor.
 
     Raises:
-        ValueError: `tensors` are more or fewer; `instead` names the call that takes them.
+        ValueError: `tensors` are more or fewer; `instead` names the call that takes several.
     """
     if len(tensors) != 1:
         takes = f": {instead} takes several" if instead else ""
@@ -175,7 +175,7 @@ def check_one(operation: str, tensors: Sequence[torch.Tensor], instead: str = ""
 
 
 def check_pairs(operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
-    """Require as many outputs, or lists of them, as inputs.
+    """Check that there are as many outputs, or lists of them, as inputs.
 
     Raises:
         ValueError: `outputs` are more or fewer.
@@ -185,7 +185,7 @@ def check_pairs(operation: str, outputs: Sequence[Any], inputs: Sequence[Any]) -
 
 
 def check_lists_of_root(operation: str, lists: Sequence[Sequence[torch.Tensor]], is_root: bool) -> None:
-    """Require one list of tensors at the root of a call, and none on the other ranks.
+    """Check that the root of a call has one list of tensors, and the other ranks have none.
 
     Raises:
         ValueError: `lists` are more or fewer.
@@ -197,10 +197,10 @@ def check_lists_of_root(operation: str, lists: Sequence[Sequence[torch.Tensor]],
 
 
 def check_dtypes(operation: str, *tensors: torch.Tensor) -> None:
-    """Require tensors of one type.
+    """Check that tensors have the same dtype.
 
     Raises:
-        ValueError: `tensors` have several types.
+        ValueError: `tensors` have several dtypes.
     """
     dtype = dtype_in_memory(tensors[0])
     for tensor in tensors:
@@ -209,23 +209,23 @@ def check_dtypes(operation: str, *tensors: torch.Tensor) -> None:
 
 
 def dtype_in_memory(tensor: torch.Tensor) -> torch.dtype:
-    """Return the dtype of the memory, where a class of tensors may answer another one."""
+    """Return the dtype of a tensor's memory, which a tensor subclass can hide."""
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.dtype
 
 
 def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks: int) -> list[Bytes]:
-    """Return where the rows for each rank are, or those from each rank.
+    """Return the bytes of the rows for, or from, each rank.
 
     Args:
-        name: Of the tensor, for messages.
-        tensor: Contiguous, rows along its first dimension.
-        sizes: Rows for each rank; empty: the same number for each.
-        num_ranks: How many there are.
+        name: Name of the tensor for messages.
+        tensor: Contiguous tensor with rows along its first dimension.
+        sizes: Number of rows per rank; empty: the same number for each.
+        num_ranks: Number of ranks.
 
     Raises:
-        ValueError: `sizes` are not one for each rank, one is negative or no whole number, or they have
-            another sum than there are rows.
+        ValueError: `sizes` is not a list of one number per rank, has a number that is negative or not an
+            integer, or has another sum than the number of rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
@@ -249,10 +249,10 @@ def split_rows(name: str, tensor: torch.Tensor, sizes: Sequence[int], num_ranks:
 
 
 def check_sparse(reduction: str, tensor: torch.Tensor) -> None:
-    """Require of a tensor that its entries can be added to those of others.
+    """Check that a sparse tensor can be reduced.
 
     Raises:
-        ValueError: `tensor` is complex, not sparse by coordinates, or not on the CPU; `reduction` is no sum.
+        ValueError: `tensor` is complex, not in COO layout, or not on the CPU; or `reduction` is not a sum.
     """
     if tensor._base is not None and tensor._base.is_complex():  # torch's real view: new entries are only its
         raise ValueError("all_reduce of sparse tensors takes real numbers, not complex ones: use to_dense()")
@@ -284,7 +284,7 @@ def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 def _shares_memory(tensor: torch.Tensor) -> bool:
     """Return whether elements of a tensor share memory."""
-    span, is_nested = 1, True  # elements between the first and the last place, of the dimensions seen
+    span, is_nested = 1, True  # elements from the first to the last one, over the dimensions so far
     steps = sorted((step, size) for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
     for step, size in steps:
         is_nested = is_nested and step >= span
@@ -293,7 +293,7 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
         return False
     if steps[0][0] == 0:
         return True
-    # Dimensions that interleave need not overlap: shape (2, 3), strides (3, 2). So the places are counted.
+    # Dimensions can interleave without an overlap: shape (2, 3), strides (3, 2). So count the offsets.
     places = torch.zeros(1, dtype=torch.int64, device="cpu")
     for step, size in steps:
         places = (places[:, None] + step * torch.arange(size, device="cpu")).flatten()
@@ -301,7 +301,7 @@ def _shares_memory(tensor: torch.Tensor) -> bool:
 
 
 def _check_place(tensor: torch.Tensor) -> None:
-    """Require what can be copied byte by byte.
+    """Check that a tensor can be copied byte by byte.
 
     Raises:
         ValueError: The tensor is on a device, or sparse.

@@ -1,12 +1,12 @@
-"""What ends a wait for other ranks: one that has died, one that has given up, or the time limit.
+"""Ends of a wait for other ranks: a dead rank, a rank that has given up, or the time limit.
 
-A rank that fails in a call writes why into the segment, for the others to say the same: they cannot go on
-without it, and the group is over for all of them. The processes of the others are watched by descriptors of
-the kernel (pidfd), which become readable when a process ends, however it ends; so nobody waits out a time
-limit for a rank that is gone. A rank that is merely late, or stopped, is waited for until the limit.
+A rank that fails in a call writes its error into the segment, and the other ranks raise the same error: they
+cannot continue without it, and the group has failed for all of them. The processes of the other ranks are
+watched through pidfd descriptors, which become readable when a process ends in any way; so a wait for a dead
+rank ends before the time limit. A wait for a late or stopped rank lasts until the limit.
 
-Whoever waits may wait for a rank that lives and is itself kept by a dead one, in another group. So a wait
-that lasts ends also when a rank of any group of this process has died: ended without leaving it.
+A rank can also wait for a live rank that itself waits for a dead one, in another group. So a long wait also
+ends when a rank of any group of this process has died, that is, has ended without leaving the group.
 """
 
 import os
@@ -24,15 +24,15 @@ from colossalai.communication.shared_memory._layout import WORDS, SegmentLayout
 from colossalai.communication.shared_memory._segment import Segment
 from colossalai.monitor import late_ranks, lost_ranks
 
-# Of a wait, until it is ended by a death outside of its group: those within it may tell first.
+# Duration of a wait before it ends for a death outside of its group: errors within the group come first.
 _ELSEWHERE_S = 1.0
 
 
 class ProcessEnds:
-    """Descriptors of other processes, one for each however many groups watch it; it ends with the last.
+    """Descriptors of other processes, one per process, counted by the groups that watch it.
 
     Attributes:
-        watches: Of the groups of this process.
+        watches: Watches of the groups of this process.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ProcessEnds:
         return {watch.ranks[index] for watch in list(self.watches) for index in watch.gone() - watch.left()}
 
     def open(self, pid: int) -> int | None:
-        """Return a descriptor that becomes readable when a process ends; None where there is none.
+        """Return a descriptor that becomes readable when a process ends; None if the system has none.
 
         Raises:
             ProcessLookupError: The process has ended.
@@ -61,7 +61,7 @@ class ProcessEnds:
         return descriptor
 
     def close(self, pid: int) -> None:
-        """Give back what `open` has returned."""
+        """Release a descriptor of `open`."""
         descriptor, count = self._open.pop(pid)
         if count > 1:
             self._open[pid] = (descriptor, count - 1)
@@ -70,16 +70,16 @@ class ProcessEnds:
 
 
 class Watch:
-    """What this rank looks at while it waits in a group.
+    """Checks of the other ranks of a group during a wait.
 
     Args:
-        segment: Of the group.
-        layout: Of the segment.
-        rank: This rank's index in the segment.
-        ranks: The global ranks, by index.
-        pids: Of the processes of the others, by index.
-        ends: The descriptors of this process.
-        where: What is the group called in messages?
+        segment: Segment of the group.
+        layout: Layout of the segment.
+        rank: Index of this rank in the segment.
+        ranks: Global ranks, by index.
+        pids: Process ids of the other ranks, by index.
+        ends: Process descriptors of this process.
+        where: Returns the name of the group for messages.
 
     Attributes:
         is_closed: Whether the group has been destroyed in this process.
@@ -106,9 +106,9 @@ class Watch:
         self._pids = dict(pids)
         self._ends = ends
         self._poll = select.poll()
-        self._polling = threading.Lock()  # threads that wait look at the same time, which a poll refuses
+        self._polling = threading.Lock()  # a poll object refuses concurrent calls of waiting threads
         self._index_of: dict[int, int] = {}
-        self._gone: set[int] = set()  # those that were before they could be watched
+        self._gone: set[int] = set()  # ranks that had ended before the watch began
         for index, pid in pids.items():
             try:
                 descriptor = ends.open(pid)
@@ -121,7 +121,7 @@ class Watch:
         ends.watches.add(self)
 
     def close(self) -> None:
-        """Give the descriptors back."""
+        """Release the descriptors."""
         self._ends.watches.discard(self)
         watched, self._index_of, self._poll = self._index_of, {}, select.poll()
         for index in watched.values():
@@ -133,10 +133,10 @@ class Watch:
         return self._segment.words[self._broken] != 0
 
     def check(self) -> None:
-        """Raise what some rank has given up with, or that the group has been destroyed.
+        """Raise if some rank has given up, or if the group has been destroyed.
 
         Raises:
-            DistBackendError: Some rank has; the message is its own.
+            DistBackendError: A rank has given up (with its message), or the group has been destroyed.
         """
         if self.is_closed:
             raise dist.DistBackendError(f"the group was destroyed while a call {self.where()} was under way")
@@ -160,11 +160,11 @@ class Watch:
         return {index for index in ranks if self._segment.words[self._left(index)]}
 
     def leave(self) -> None:
-        """Say that this rank destroys the group: whoever waits for it waits in vain."""
+        """Publish that this rank destroys the group: waits for it then fail."""
         self._segment.words[self._left(self._rank)] = 1
 
     def give_up(self, words: str, counters: Counters) -> None:
-        """Tell the others that this rank cannot go on, unless one has told already; and wake them."""
+        """Publish the error of this rank, unless another rank has given up before; wake all ranks."""
         if not self.is_broken:
             text = words.encode()[: WORDS - 1]
             self._segment.write(self._layout.words(self._rank), text.ljust(WORDS, b"\0"))
@@ -173,11 +173,11 @@ class Watch:
             counters.wake(index)
 
     def global_ranks(self, indices: Iterable[int]) -> list[int]:
-        """Return the global ranks of some of this group."""
+        """Return the global ranks of some indices, sorted."""
         return sorted(self.ranks[index] for index in indices)
 
     def _left(self, index: int) -> int:
-        """Return the place of the word that a rank sets when it leaves, beside its counter."""
+        """Return the index of the word that a rank sets when it leaves, next to its counter."""
         return (self._layout.progress + LINE * index) // 4 + 1
 
     def _words(self) -> str:
@@ -186,23 +186,23 @@ class Watch:
                 text = self._segment.read(self._layout.words(index), WORDS).rstrip(b"\0")
                 if text:
                     return text.decode(errors="replace")
-            time.sleep(SLICE_S)  # the mark may be seen before the words on some processors
+            time.sleep(SLICE_S)  # some processors show the mark before the words
         return f"a rank {self.where()} has given up"
 
 
 class Patience:
-    """One wait of one thread for other ranks, with its time limit.
+    """Wait of one thread for other ranks, with a time limit.
 
     Args:
-        watch: Of the group.
-        missing: Which ranks are waited for and have not come?
-        doing: Names the call.
-        timeout: Seconds until it is an error.
-        is_for_any: Whether one of those that are missing suffices.
+        watch: Watch of the group.
+        missing: Returns the indices of the ranks that are still awaited.
+        doing: Returns the name of the call.
+        timeout: Time limit in seconds.
+        is_for_any: Whether any one of the awaited ranks suffices.
 
     Attributes:
-        timeout: Seconds until it is an error, at the moment.
-        is_over: Whether it has ended by its time limit.
+        timeout: Present time limit in seconds.
+        is_over: Whether the wait has exceeded its time limit.
     """
 
     def __init__(
@@ -224,13 +224,13 @@ class Patience:
         self.is_over = False
 
     def begin(self) -> None:
-        """Set the time limit anew, for the next wait."""
+        """Restart the time limit for the next wait."""
         self._next = 0.0
         self._deadline = 0.0
 
     @contextmanager
     def limited(self, timeout: float | None) -> Iterator[None]:
-        """Within the block, the time limit is another one; None: as it is."""
+        """Change the time limit within the block; None: no change."""
         kept = self.timeout
         self.timeout = kept if timeout is None else timeout
         try:
@@ -239,10 +239,10 @@ class Patience:
             self.timeout = kept
 
     def look(self) -> None:
-        """Return if the wait may go on.
+        """Check whether the wait can continue.
 
         Raises:
-            DistBackendError: A rank that is waited for has ended, or has given up; or the time is over.
+            DistBackendError: An awaited rank has ended, a rank has given up, or the time limit is over.
         """
         self._watch.check()
         now = time.monotonic()
@@ -259,7 +259,7 @@ class Patience:
             )
 
     def _look_for_losses(self, waited: float) -> None:
-        """Raise if a rank will not come any more; who is missing is looked up after who has gone."""
+        """Raise if an awaited rank is lost; the ended ranks are read first, then the missing ones."""
         gone, left = self._watch.gone(), self._watch.left()
         died = set(self._watch.global_ranks(gone - left))
         if waited > _ELSEWHERE_S:
@@ -274,5 +274,5 @@ class Patience:
         if not ranks and waited > _ELSEWHERE_S:
             ranks, have_ended = died, True
         if ranks:
-            self._watch.check()  # the error of a rank that has given up says more
+            self._watch.check()  # the error of a rank that has given up is more precise
             raise dist.DistBackendError(lost_ranks(ranks, self._doing(), have_ended=have_ended))

@@ -1,14 +1,14 @@
-"""Works: what a call over shared memory returns, and how it ends, well or not.
+"""Works of calls over shared memory, with their errors and futures.
 
-torch's own works made from a future say True after an error, and a future whose result is an exception is a
-success in C++: DDP ends with a segmentation fault then. So a work here carries its error, `wait` raises it,
-and the futures that it gives out fail in C++ as well, because a function of theirs raises it.
+A torch work made from a future reports success after an error, and a future whose result is an exception is a
+success in C++, at which DDP segfaults. So a work here stores its error, `wait` raises it, and its futures
+also fail in C++, because their callback raises it.
 
 [Note: who runs a call]
-The calls of a group run in the order in which they were made, one at a time. A blocking call runs in its own
-thread when nothing of its group is outstanding. All others are queued, and a thread of the group runs them;
-but a thread that comes to wait for one that nobody has begun runs what is queued before it, and it, by
-itself: to hand a call over to another thread and back takes 0.1 to 0.3 ms.
+The calls of a group run one at a time, in the order in which they were issued. A blocking call runs in its
+caller's thread if the queue of the group is empty and no call runs. All other calls are queued, and a thread
+of the group runs them. A thread that waits for a call which has not started runs the queue up to that call
+itself: a switch to another thread and back takes 0.1 to 0.3 ms.
 """
 
 import os
@@ -30,20 +30,20 @@ _NEVER_CONTENDED = threading.Lock()
 
 
 def check_process(pid: int) -> None:
-    """Require of a call under way that it is waited for by the process that has made it.
+    """Check that a call is waited for in the process that has issued it.
 
     Raises:
-        RuntimeError: The present process is a forked child of that one.
+        RuntimeError: The current process is a forked child of process `pid`.
     """
     if pid != os.getpid():
         raise RuntimeError(f"a forked child cannot wait for a call of its parent, process {pid}")
 
 
 class SharedWork(dist.Work):
-    """A call that is under way or has ended.
+    """Work of a call over shared memory.
 
     Args:
-        tensors: Where its results are.
+        tensors: Tensors of the results.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = ()) -> None:
@@ -57,10 +57,10 @@ class SharedWork(dist.Work):
         self._mutex = threading.Lock()
 
     def wait(self, timeout: timedelta = _NO_TIMEOUT) -> bool:
-        """Return when it has ended.
+        """Wait until the call is complete.
 
         Raises:
-            DistBackendError: The call has failed, or has not ended within `timeout`.
+            DistBackendError: The call has failed, or is not complete within `timeout`.
         """
         if not self._is_done:
             self._finish_waiting(timeout.total_seconds() if timeout > _NO_TIMEOUT else None)
@@ -69,27 +69,27 @@ class SharedWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait until the call is complete."""
         self.wait()
 
     def is_completed(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the call has ended, with or without an error."""
         return self._is_done
 
     def is_success(self) -> bool:
-        """Whether it has ended well."""
+        """Whether the call has ended without an error."""
         return self._is_done and self._error is None
 
     def exception(self) -> BaseException | None:
-        """Return why it has failed, None if it has not."""
+        """Return the error of the call, or None."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
-        """Return the tensors with its results."""
+        """Return the tensors of the results."""
         return self._tensors
 
     def get_future(self) -> Future[Any]:
-        """Return a future of its tensors, which fails if the call does."""
+        """Return a future of the results, which fails if the call does."""
         base: Future[Any] = Future()
         found = base.then(self._outcome)  # a function that raises makes a future that fails, in C++ as well
         with self._mutex:
@@ -101,11 +101,11 @@ class SharedWork(dist.Work):
         return found
 
     def finish(self, error: BaseException | None = None) -> None:
-        """End it, with an error or without; whoever waits goes on."""
+        """Complete the work, with an error or without, and release its waiting threads."""
         self._end(error)()
 
     def _end(self, error: BaseException | None) -> Callable[[], None]:
-        """Note that it has ended; return what lets those go on who wait, and holds no tensors."""
+        """Complete the work; return a function that releases its waiting threads and refers to no tensors."""
         with self._mutex:
             if self._is_done:
                 return lambda: None
@@ -117,9 +117,9 @@ class SharedWork(dist.Work):
         self._await_latch(timeout)
 
     def _await_latch(self, timeout: float | None) -> None:
-        """Wait until another thread has ended it."""
+        """Wait until another thread has completed the work."""
         if self._latch.acquire(timeout=-1 if timeout is None else timeout):
-            self._latch.release()  # for the next one who waits
+            self._latch.release()  # for the next waiting thread
         elif not self._is_done:
             raise dist.DistBackendError(f"{self._described()} was not complete within {timeout:g} s")
 
@@ -133,10 +133,10 @@ class SharedWork(dist.Work):
 
 
 class EndedWork(SharedWork):
-    """A call that has ended well before its caller got this; nobody waits, so it needs no latch.
+    """Work of a blocking call, which is complete when it is returned and so needs no latch.
 
     Args:
-        tensors: Where its results are.
+        tensors: Tensors of the results.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -149,13 +149,13 @@ class EndedWork(SharedWork):
 
 
 class QueuedWork(SharedWork):
-    """A call in the queue of its group.
+    """Work of a call in the queue of its group.
 
     Args:
-        calls: The queue.
-        run: What it does.
-        tensors: Where its results are.
-        doing: Names it, and those for whom it waits.
+        calls: Queue of the group.
+        run: Function that executes the call.
+        tensors: Tensors of the results.
+        doing: Returns the name of the call and the ranks that it waits for.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class QueuedWork(SharedWork):
         self._pid = os.getpid()
 
     def _end(self, error: BaseException | None) -> Callable[[], None]:
-        """See the base class; whoever keeps it does not keep the group."""
+        """See the base class. The returned function does not refer to the group."""
         let_go_on = super()._end(error)
         self._doing = None
         return let_go_on
@@ -182,10 +182,10 @@ class QueuedWork(SharedWork):
         return doing() if doing is not None else super()._described()
 
     def execute(self) -> Callable[[], None]:
-        """Do it, in whatever thread; return what lets those go on who wait.
+        """Run the call in the current thread; return the function that releases its waiting threads.
 
-        That is to be called when nothing of this thread refers to the call any more: who has waited may drop
-        its tensors then, and counts on it that their memory is free.
+        Call that function when this thread has no reference to the call any more: a released thread may drop
+        its tensors, and relies on their memory being freed then.
         """
         run, self._run, self._calls = self._run, None, None
         assert run is not None, "a call runs once"
@@ -208,7 +208,7 @@ class QueuedWork(SharedWork):
 
 
 class CallQueue:
-    """The collectives of a group, in the order of their calls; see [Note: who runs a call]."""
+    """Queue of the collectives of a group, in issue order; see [Note: who runs a call]."""
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedWork] = deque()
@@ -218,12 +218,12 @@ class CallQueue:
         self._ordering = threading.Lock()  # of calls by several threads
 
     def run(self, run: Callable[[], None]) -> None:
-        """Run a call and return when it has ended."""
+        """Run a blocking call."""
         with self._ordering:
             is_first = not self._waiting and self._running.acquire(blocking=False)
             work = None if is_first else self._queued(run, (), lambda: "a blocking call")
         if work is not None:
-            self._wake()  # whoever is running one now may be through before we look
+            self._wake()  # the running thread may have finished before the call was queued
             work.wait()
             return
         try:
@@ -236,14 +236,14 @@ class CallQueue:
     def start(
         self, run: Callable[[], None], tensors: Sequence[torch.Tensor], doing: Callable[[], str]
     ) -> SharedWork:
-        """Have a call run, and return at once; the arguments are those of `QueuedWork`."""
+        """Queue a call and return its work; see `QueuedWork` for the arguments."""
         with self._ordering:
             work = self._queued(run, tensors, doing)
         self._wake()
         return work
 
     def run_until(self, work: SharedWork) -> None:
-        """Run queued calls in this thread as long as nobody else does, and `work` has not ended."""
+        """Run queued calls in this thread until `work` is complete or another thread runs one."""
         while not work.is_completed() and self._running.acquire(blocking=False):
             try:
                 if not self._waiting:
@@ -255,7 +255,7 @@ class CallQueue:
                     self._wake()
 
     def stop(self, timeout: float) -> None:
-        """End the thread; what is queued is not run any more, and fails."""
+        """End the thread and fail the queued calls."""
         while self._waiting:
             work = self._waiting.popleft()
             work.finish(dist.DistBackendError(f"the group was destroyed before {work._described()}"))
@@ -279,7 +279,7 @@ class CallQueue:
         self._tokens.put(True)
 
     def _work_off_one(self) -> bool:
-        """Run the oldest call that is queued, unless another thread has; return whether to go on."""
+        """Run the oldest queued call, if another thread has not; return whether to continue."""
         if not self._tokens.get():
             return False
         with self._running:
