@@ -1,4 +1,4 @@
-"""Command line `colossalai`: options and printing; what the commands do is in the packages below.
+"""Command line `colossalai`: options and output; the packages below implement the commands.
 
 For the package's entry point: `main`, the group of all commands.
 """

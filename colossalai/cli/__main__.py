@@ -1,4 +1,4 @@
-"""`python -m colossalai.cli` is the command `colossalai`."""
+"""Entry point of `python -m colossalai.cli`, the command `colossalai`."""
 
 from colossalai.cli._main import main
 

@@ -1,4 +1,4 @@
-"""The options of `colossalai benchmark`. What it does is imported when it is asked for: `--help` is quick."""
+"""Options of `colossalai benchmark`. Its implementation is imported lazily, so that `--help` is quick."""
 
 import sys
 from typing import Any
@@ -28,7 +28,7 @@ _MORE_THAN_0 = click.FloatRange(min=0, min_open=True)
 
 
 class _Range(click.ParamType[tuple[int, int]]):
-    """Two numbers, or one that is both of them."""
+    """A range of two numbers, or a single number for both ends."""
 
     name = "range"
 
@@ -109,10 +109,10 @@ def benchmark(
     """Measure every tensor-parallel configuration of N processes on this machine.
 
     Each is run on a multi-layer perceptron and on a transformer of (batch, sequence, hidden), forward and
-    backward. What does not fit the sizes is listed with the reason.
+    backward. Configurations that do not fit the sizes are listed with the reason.
 
     With --serve URL: a server under load, as its clients see it: requests and tokens per second, time to the
-    first token, between tokens, and to the end. Ctrl-C shows what was measured so far.
+    first token, between tokens, and to the end. Ctrl-C shows the figures so far.
     """
     given = {name for name in context.params if context.get_parameter_source(name) != ParameterSource.DEFAULT}
     loads = {name: settings.pop(name) for name in _SERVE_OPTIONS}

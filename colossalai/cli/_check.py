@@ -1,4 +1,4 @@
-"""`colossalai check`: the installation, pre-flight checks of hosts (`--doctor`), products (`--matmul`)."""
+"""`colossalai check`: the installation, pre-flight checks of hosts (`--doctor`), matmuls (`--matmul`)."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ from colossalai.launcher.preflight import Finding, PreflightReport, PreflightReq
 
 @dataclass(frozen=True, kw_only=True)
 class DoctorSettings:
-    """The options of the command."""
+    """Options of `colossalai check --doctor`."""
 
     hosts: str | None = None
     hostfile: str | None = None
@@ -33,11 +33,11 @@ class DoctorSettings:
 
 
 def examine(settings: DoctorSettings) -> PreflightReport:
-    """Run the checks.
+    """Run the pre-flight checks.
 
     Raises:
-        ValueError: The host options contradict one another or name no host, a word of `env` is no variable,
-            or `master_port` is no TCP port.
+        ValueError: The host options contradict one another or name no host, a word of `env` is not a
+            variable, or `master_port` is not a TCP port.
     """
     return preflight(
         PreflightRequest(
@@ -54,7 +54,7 @@ def examine(settings: DoctorSettings) -> PreflightReport:
 
 
 def _hosts(settings: DoctorSettings) -> Sequence[Host]:
-    """Return the hosts that `colossalai run` would take with these options."""
+    """Return the hosts that `colossalai run` would use with these options."""
     options = RunOptions(
         target=settings.script or "",
         host_list=settings.hosts,
@@ -67,7 +67,7 @@ def _hosts(settings: DoctorSettings) -> Sequence[Host]:
 
 
 def show_preflight(report: PreflightReport, *, as_json: bool) -> None:
-    """Print the table and, below it, a line for each thing to do; or JSON for a program."""
+    """Print a table and, below it, a line per problem with its remedy; or JSON."""
     if as_json:
         print(json.dumps(_as_data(report), indent=2))
         return
@@ -85,7 +85,7 @@ def show_preflight(report: PreflightReport, *, as_json: bool) -> None:
 
 
 def _rows(findings: Sequence[Finding]) -> Iterator[tuple[str, list[str], Finding]]:
-    """Yield check, hosts and finding; hosts of which the same was found share a row."""
+    """Yield check, hosts and finding; hosts with the same finding share a row."""
     for check in dict.fromkeys(finding.check for finding in findings):
         rows: dict[tuple[str, str], list[Finding]] = {}
         for finding in findings:
@@ -104,7 +104,7 @@ def _as_data(report: PreflightReport) -> dict[str, object]:
 
 
 def show_installation(report: InstallationReport, *, as_json: bool) -> None:
-    """Print the report as tables, or as JSON for a program."""
+    """Print the report as tables, or as JSON."""
     if as_json:
         print(json.dumps({**dataclasses.asdict(report), "is_fit": report.is_fit}, indent=2))
         return
@@ -115,7 +115,7 @@ def show_installation(report: InstallationReport, *, as_json: bool) -> None:
 
 
 def check_products(*, as_json: bool) -> int:
-    """Measure float32 products anew, keep the figures for jobs, and print them; return the exit code."""
+    """Measure float32 matmuls, store the figures for jobs, and print them; return the exit code."""
     problem = why_unavailable()
     if problem is not None:
         print(

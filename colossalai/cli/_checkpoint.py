@@ -1,4 +1,4 @@
-"""`colossalai checkpoint`: what is in a checkpoint, whether it is intact, and the same in another form."""
+"""`colossalai checkpoint`: inspection, verification, conversion and comparison of checkpoints."""
 
 import dataclasses
 import json
@@ -30,11 +30,11 @@ from colossalai.checkpoint_io.tools import (
 )
 
 _DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-_WIDEST = 100_000  # columns: no cell is as wide
+_WIDEST = 100_000  # columns; wider than any cell
 
 
 def inspect(path: str, *, variant: str | None, allow_pickle: bool, as_json: bool) -> int:
-    """Show what a checkpoint holds."""
+    """Print the contents of a checkpoint."""
     opened = open_checkpoint(path, variant=variant, allow_pickle=allow_pickle)
     if as_json:
         print(json.dumps(_as_json(opened), indent=2))
@@ -59,7 +59,7 @@ def inspect(path: str, *, variant: str | None, allow_pickle: bool, as_json: bool
 
 
 def verify(path: str, *, variant: str | None, as_json: bool) -> int:
-    """Compare every file with its checksums; return 1 if anything is wrong."""
+    """Compare every file with its checksums; return 1 if a file is damaged."""
     total = sum(file.stat().st_size for file in _files_below(Path(path)))
     verdicts = []
     with _progress("verifying", total, is_silent=as_json) as done:
@@ -125,7 +125,7 @@ def merge(
 def diff(
     first: str, second: str, *, tolerance: float, variant: str | None, allow_pickle: bool, as_json: bool
 ) -> int:
-    """Show in what two checkpoints differ; return 1 if they do."""
+    """Print the differences of two checkpoints; return 1 if there are any."""
     both = [open_checkpoint(path, variant=variant, allow_pickle=allow_pickle) for path in (first, second)]
     found = []
     num_names = sum(len(state.tensors) for opened in both for state in opened.states.values())
@@ -161,9 +161,9 @@ def _write(opened: Opened, target: str, conversion: Conversion) -> int:
 
 
 def _check(opened: Opened) -> None:
-    """Refuse what is damaged before anything is made of it."""
+    """Raise if the checkpoint is damaged, before anything is written."""
     if opened.form == "distributed checkpoint of torch":
-        return  # without checksums
+        return  # it has no checksums
     for verdict in verify_checkpoint(opened.path):
         if verdict.problem is not None:
             raise ValueError(verdict.problem)
@@ -235,13 +235,13 @@ def _files_below(path: Path) -> list[Path]:
 
 def _console() -> Console:
     console = Console()
-    return console if console.is_terminal else Console(width=200)  # to be searched by other programs
+    return console if console.is_terminal else Console(width=200)  # for grep
 
 
 def _show_rows(console: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Show a table, or where it is wider than the console, its rows over several lines.
+    """Print a table; if it is wider than the console, print its rows over several lines.
 
-    No cell is broken: names of files and tensors can be copied.
+    Cells are never broken, so that names of files and tensors can be copied.
     """
     table = Table(title=title or None, title_justify="left", box=box.SIMPLE)
     for column in columns:
@@ -260,7 +260,7 @@ def _show_rows(console: Console, title: str, columns: Sequence[str], rows: Seque
 
 
 def _flow(cells: Sequence[str], width: int) -> Iterator[str]:
-    """Yield the lines of the first cell, and indented those of the others one after the other, unbroken."""
+    """Yield the lines of the first cell, and then the other cells on indented lines, unbroken."""
     yield from (f"  {piece}" for piece in cells[0].splitlines())
     line = ""
     for piece in [piece for cell in cells[1:] for piece in cell.splitlines() if piece]:
@@ -272,7 +272,7 @@ def _flow(cells: Sequence[str], width: int) -> Iterator[str]:
 
 
 def _show_settings(console: Console, config: Mapping[str, Any]) -> None:
-    """Show a nested config in rows of key and value; a value without room beside its key is below it."""
+    """Print a nested config in rows of key and value; a value without room next to its key is below it."""
     rows = [(name, json.dumps(value)) for name, value in _leaves(config)]
     beside = min(max(len(name) for name, _ in rows), console.width // 2)
     console.print("\nconfig", markup=False)
@@ -300,7 +300,7 @@ def _leaves(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 @contextmanager
 def _progress(what: str, total: int, *, is_silent: bool = False, of_bytes: bool = True) -> Iterator[Any]:
-    """Show a bar on stderr, where that is a terminal; give what is to be told how much more is done."""
+    """Show a progress bar on stderr, if that is a terminal; yield the function that advances it."""
     columns = [
         TextColumn(what),
         BarColumn(),

@@ -1,4 +1,4 @@
-"""The options of `colossalai checkpoint`. What it does is imported when asked for: `--help` is quick."""
+"""Options of `colossalai checkpoint`. Its implementation is imported lazily, so that `--help` is quick."""
 
 import sys
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def checkpoint() -> None:
 @_allow_pickle
 @_as_json
 def inspect(**options: Any) -> None:
-    """Show what PATH holds: names, shapes, dtypes, sizes, and which file holds what."""
+    """Show the contents of PATH: names, shapes, dtypes, sizes, and the files of the tensors."""
     from colossalai.cli._checkpoint import inspect as show
 
     _run(show, options)

@@ -1,4 +1,4 @@
-"""The commands and their options. What they do is imported when it is asked for: `--help` is quick."""
+"""Commands and their options. Their implementations are imported lazily, so that `--help` is quick."""
 
 import sys
 from typing import Any, NoReturn
@@ -95,10 +95,10 @@ def check(
 ) -> None:
     """Show versions, devices, back ends and optional libraries, and whether they fit together.
 
-    With --doctor: whether a job can be started on some hosts, and if not, what is wrong and what to do. Ends
-    with exit code 1 if something that is needed is missing. With --bandwidth: what each kind of communication
-    between processes of this machine costs. With --matmul: which library multiplies float32 matrices faster;
-    jobs go by these figures from then on.
+    With --doctor: whether a job can be started on some hosts, and if not, the problems and their remedies.
+    Ends with exit code 1 if a requirement is missing. With --bandwidth: the cost of each kind of
+    communication between processes of this machine. With --matmul: which library multiplies float32 matrices
+    faster; jobs use these figures from then on.
     """
     given = {name: value for name, value in settings.items() if value not in (None, ())}
     if installation + doctor + bandwidth + matmul != 1:

@@ -1,4 +1,4 @@
-"""The options of `colossalai memory`. What it does is imported when it is asked for: `--help` is quick."""
+"""Options of `colossalai memory`. Its implementation is imported lazily, so that `--help` is quick."""
 
 import sys
 from typing import Any
@@ -169,8 +169,8 @@ def memory(
     Neither weights nor ranks are needed: parameters are counted on the meta device. With a pipeline, the
     stage that needs most is shown.
 
-    With --serve MODEL (a folder of save_pretrained, or a name such as bloom_175B): what each rank of a server
-    holds: weights, the cache of keys and values, and how many requests fit.
+    With --serve MODEL (a folder of save_pretrained, or a name such as bloom_175B): the memory of each rank of
+    a server: weights, the cache of keys and values, and how many requests fit.
 
     With --rlhf: actor, critic, reference, reward model and rollouts of PPO, for each plan, with all
     parameters trained or adapters (LoRA) alone, and which plans fit into the device.
@@ -202,7 +202,7 @@ def memory(
 
 
 def _refuse_others(given: set[str], settings: dict[str, Any], *, is_traced: bool, explain: bool) -> None:
-    """Refuse options of other questions, and leave them out of the settings."""
+    """Raise for options of other modes of the command, and remove them from the settings."""
     if wrong := [name for name in _SERVE_OPTIONS if settings.pop(name) is not None and name in given]:
         beside = " or --rlhf" if wrong[0] == "memory" else ""
         raise click.UsageError(f"--{wrong[0].replace('_', '-')} is an option of --serve MODEL{beside}")

@@ -1,7 +1,4 @@
-"""Pictures that commands draw: what is asked of a path before anything is done, and units of its axes.
-
-Beside it numbers of bytes as people write and read them.
-"""
+"""Checks of output paths of pictures, units of axes, and sizes in bytes with units."""
 
 import importlib.util
 import re
@@ -17,11 +14,11 @@ _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
 def check_picture(option: str, path: str) -> None:
-    """Refuse a path to which no picture can be drawn.
+    """Check that a picture can be written to a path.
 
     Args:
-        option: The option that has it.
-        path: The path.
+        option: Name of the option, for messages.
+        path: Path of the picture.
 
     Raises:
         ValueError: `path` has another suffix or no folder, or matplotlib is not installed.
@@ -34,10 +31,10 @@ def check_picture(option: str, path: str) -> None:
 
 
 def check_folder(path: str) -> None:
-    """Refuse a path whose folder is not there.
+    """Check that the folder of a path exists.
 
     Raises:
-        ValueError: `path` has no folder.
+        ValueError: `path` is in a folder that does not exist.
     """
     folder = Path(path).absolute().parent
     if not folder.is_dir():
@@ -45,13 +42,13 @@ def check_folder(path: str) -> None:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a number of bytes in a unit that fits it."""
+    """Format a number of bytes with the largest fitting unit."""
     unit, name = unit_of(num_bytes)
     return f"{num_bytes / unit:.2f} {name}" if unit > 1 else f"{num_bytes} B"
 
 
 def unit_of(num_bytes: float) -> tuple[int, str]:
-    """Return the largest unit that goes into a number of bytes, in bytes and by name."""
+    """Return the size and the name of the largest unit that is not larger than a number of bytes."""
     place = 0
     while num_bytes >= 1024 ** (place + 1) and place < len(_UNITS) - 1:
         place += 1
@@ -59,14 +56,14 @@ def unit_of(num_bytes: float) -> tuple[int, str]:
 
 
 def bytes_of(option: str, text: str) -> int:
-    """Return a number of bytes that is given with a unit.
+    """Parse a number of bytes with an optional unit.
 
     Args:
-        option: The option that has it.
-        text: Such as 268435456 or 256MiB.
+        option: Name of the option, for messages.
+        text: A size such as 268435456 or 256MiB.
 
     Raises:
-        ValueError: `text` is no number of bytes, or 0.
+        ValueError: `text` is not a number of bytes, or is 0.
     """
     found = _SIZE.fullmatch(text)
     if found is None or found[2].lower() not in _GIVEN_UNITS or float(found[1]) == 0:

@@ -1,4 +1,4 @@
-"""The options of `colossalai plan`. What it does is imported when it is asked for: `--help` is quick."""
+"""Options of `colossalai plan`. Its implementation is imported lazily, so that `--help` is quick."""
 
 import inspect
 import json
@@ -95,7 +95,7 @@ def plan(
 
 
 def _refuse_beside_diff() -> None:
-    """Refuse everything that is given together with --diff, which would have no effect.
+    """Raise for arguments next to --diff, which would have no effect.
 
     Raises:
         ValueError: MODEL or another option is given.
@@ -116,7 +116,7 @@ def _model_of(name: str, *, batch: int | None, seq: int | None) -> tuple[Any, di
 
     Raises:
         ValueError: `name` is not a folder, known model or function, its model cannot be built, or `batch` or
-            `seq` contradicts what it takes.
+            `seq` contradicts the inputs of the model.
     """
     import torch
 
@@ -189,8 +189,8 @@ def _length(config: Any, seq: int | None, name: str) -> int:
     """Return the length of the sequences.
 
     Raises:
-        ValueError: `seq` is longer than what the model has positions for, or is missing where the
-            configuration has no limit.
+        ValueError: `seq` exceeds the number of positions of the model, or is missing for a configuration
+            without a limit.
     """
     longest: int | None = getattr(config, "max_position_embeddings", None)
     if seq is None and longest is None:
@@ -208,7 +208,7 @@ def _length(config: Any, seq: int | None, name: str) -> int:
 def _model_of_function(
     module_name: str, function: str, *, batch: int | None, seq: int | None
 ) -> tuple[Any, dict[str, Any]]:
-    """Return what a function of the user returns, without memory."""
+    """Return the model and the arguments of a user's function, on the meta device."""
     import torch
     from torch import nn
 
@@ -242,7 +242,7 @@ def _model_of_function(
 
 
 def _function_of(module_name: str, function: str) -> Callable[..., Any]:
-    """Return a function of a module, which may be in the folder at hand.
+    """Return a function of a module, which can be in the current folder.
 
     Raises:
         ValueError: The module cannot be imported, or lacks the function.
@@ -269,7 +269,7 @@ def _function_of(module_name: str, function: str) -> Callable[..., Any]:
 
 
 def _call(name: str, function: Callable[..., Any]) -> Any:
-    """Return what a function of the user returns.
+    """Call a user's function and return its result.
 
     Raises:
         ValueError: The function needs arguments, or raises an error.

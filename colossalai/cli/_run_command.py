@@ -1,4 +1,4 @@
-"""The options of `colossalai run`. What it does is imported when it is asked for: `--help` is quick."""
+"""Options of `colossalai run`. Its implementation is imported lazily, so that `--help` is quick."""
 
 import sys
 from typing import Any
@@ -134,4 +134,4 @@ def run(script: str, **options: Any) -> None:
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     except KeyboardInterrupt:
-        sys.exit(130)  # pressed before the processes were started; 128 + SIGINT, as a shell has it
+        sys.exit(130)  # before the processes were started; 128 + SIGINT, as in shells

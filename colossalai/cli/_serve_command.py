@@ -1,4 +1,4 @@
-"""The options of `colossalai serve`. What it does is imported when it is asked for: `--help` is quick."""
+"""Options of `colossalai serve`. Its implementation is imported lazily, so that `--help` is quick."""
 
 import importlib
 import re
@@ -162,10 +162,10 @@ def serve(
 ) -> None:
     """Answer requests for a language model over HTTP, in OpenAI's form.
 
-    MODEL is a folder of save_pretrained (or what a training run has left), or a name such as opt_125M with
-    --checkpoint. Without a key the server listens on this machine only.
+    MODEL is a folder of save_pretrained (or of a training run), or a name such as opt_125M with --checkpoint.
+    Without a key the server listens on this machine only.
     """
-    # A port, a drain and a time of 0 are said, too.
+    # `is not None`: a port, a drain or a time of 0 is a given value.
     given = {key: value for key, value in others.items() if value is not None and value is not False}
     server = {field: given.pop(key) for key, field in _SERVER_OPTIONS.items() if key in given}
     if no_prefix_cache:
@@ -175,7 +175,7 @@ def serve(
     if row_tables is not None:
         given["has_row_tables"] = row_tables
     try:
-        serving = _import_serving()  # takes seconds, in which Ctrl-C is one as later
+        serving = _import_serving()  # takes seconds; Ctrl-C is handled meanwhile
         options = serving.ServeOptions(
             model=model,
             config=config,

@@ -1,3 +1,3 @@
-"""`colossalai check --bandwidth`: ranks of this machine measure what communication between them costs."""
+"""`colossalai check --bandwidth`: cost of the communication between ranks of this machine."""
 
 from colossalai.cli._bandwidth._command import check_bandwidth as check_bandwidth

@@ -1,4 +1,4 @@
-"""`colossalai check --bandwidth`: start the ranks, and show what they found as a table or as JSON."""
+"""`colossalai check --bandwidth`: start the ranks, and print the result as a table or as JSON."""
 
 import json
 import math
@@ -20,16 +20,16 @@ _SHAPE = re.compile(r"[1-9]\d*(x[1-9]\d*)*")
 
 
 def check_bandwidth(*, num_procs: int | None, mesh: str | None, as_json: bool) -> int:
-    """Measure with ranks on this machine, show the result and return the exit code.
+    """Measure with ranks on this machine, print the result and return the exit code.
 
     Args:
-        num_procs: The ranks; None: as many as `mesh` has, or one for each accelerator.
-        mesh: Their grid, as "2x4"; None: one axis.
-        as_json: Print JSON, which `DeviceMesh.load` reads from a file.
+        num_procs: Number of ranks; None: as many as `mesh` has, or one per accelerator.
+        mesh: Grid of the ranks, as "2x4"; None: one axis.
+        as_json: Whether to print JSON, which `DeviceMesh.load` reads from a file.
 
     Raises:
-        ValueError: `mesh` is no grid or not one of `num_procs` ranks, there are fewer than two ranks, or
-            more than accelerators; nothing was started.
+        ValueError: `mesh` is not a grid or not one of `num_procs` ranks, there are fewer than two ranks, or
+            more than accelerators. No rank was started.
     """
     shape = _shape(num_procs, mesh)
     num_procs = math.prod(shape)
@@ -53,7 +53,7 @@ def check_bandwidth(*, num_procs: int | None, mesh: str | None, as_json: bool) -
 
 
 def _shape(num_procs: int | None, mesh: str | None) -> list[int]:
-    """Return the extents of the grid."""
+    """Return the shape of the grid."""
     if mesh is None:
         num_procs = num_procs or torch.accelerator.device_count()
         shape = [num_procs]
@@ -76,7 +76,7 @@ def _launch(job: Job) -> int:
     try:
         return launch(job)
     finally:
-        if console.is_terminal:  # a rank that was ended while it drew the bar has left the cursor hidden
+        if console.is_terminal:  # a rank that ended during its progress bar has left the cursor hidden
             console.show_cursor(True)
 
 

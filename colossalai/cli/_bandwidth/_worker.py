@@ -1,8 +1,8 @@
-"""What every rank of `colossalai check --bandwidth` runs: one profile of a mesh of all ranks.
+"""Worker of `colossalai check --bandwidth`: every rank profiles one mesh of all ranks.
 
     python -m colossalai.cli._bandwidth._worker SHAPE FILE
 
-Rank 0 shows the progress and writes the file for the process that started the ranks.
+Rank 0 shows the progress and writes the file for the parent process.
 """
 
 import json
@@ -16,7 +16,7 @@ from colossalai.device import DeviceMesh
 
 
 def main(shape_text: str, file: str) -> None:
-    """Measure, and write what was found on rank 0."""
+    """Measure, and write the result on rank 0."""
     launch_from_torch({}, verbose=False)
     shape = json.loads(shape_text)
     mesh = DeviceMesh(torch.arange(math.prod(shape)), shape)

@@ -1,4 +1,4 @@
-"""`colossalai benchmark`: what each tensor-parallel configuration costs on this machine."""
+"""`colossalai benchmark`: cost of each tensor-parallel configuration on this machine."""
 
 from colossalai.cli._benchmark._command import BenchmarkOutput as BenchmarkOutput
 from colossalai.cli._benchmark._command import benchmark as benchmark

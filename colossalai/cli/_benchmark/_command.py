@@ -1,4 +1,4 @@
-"""`colossalai benchmark`: check what is asked, start the processes, and show what they found."""
+"""`colossalai benchmark`: check the options, start the processes, and print the results."""
 
 import dataclasses
 import json
@@ -27,11 +27,11 @@ _WORKER = "colossalai.cli._benchmark._worker"
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkOutput:
-    """Where the results go beside the table.
+    """Outputs of the results in addition to the table.
 
     Attributes:
-        json_file: A path; "-" is stdout, in place of the table.
-        plot_file: A path of a picture.
+        json_file: Path of a JSON file; "-": stdout, in place of the table.
+        plot_file: Path of a picture.
     """
 
     json_file: str | None = None
@@ -39,16 +39,16 @@ class BenchmarkOutput:
 
 
 def benchmark(settings: BenchmarkSettings, modes: Sequence[str] | None, output: BenchmarkOutput) -> int:
-    """Run the configurations of some modes, or of all, show the results and return the exit code.
+    """Run the configurations of some modes, or of all, print the results and return the exit code.
 
     Args:
-        settings: Sizes; its configurations are filled in here.
-        modes: Tensor modes, None for all.
-        output: What to write.
+        settings: Sizes; its configurations are set here.
+        modes: Tensor modes; None: all.
+        output: Outputs of the results.
 
     Raises:
         ValueError: A mode is unknown or has no configuration for these processes, the machine has fewer
-            devices, or an output cannot be written; nothing was started.
+            devices, or an output cannot be written. No process was started.
     """
     _check_output(output)
     _check_devices(settings.num_procs)
@@ -66,7 +66,7 @@ def benchmark(settings: BenchmarkSettings, modes: Sequence[str] | None, output: 
 
 
 def _choose(num_procs: int, modes: Sequence[str] | None) -> tuple[list[Configuration], list[Skipped]]:
-    """Return the configurations to run, and the modes that were asked for and have none."""
+    """Return the configurations to run, and the given modes without one."""
     for mode in modes or ():
         if mode not in tensor_modes():
             raise ValueError(f"--modes has {mode!r}: choose from {', '.join(tensor_modes())}")
@@ -100,7 +100,7 @@ def _launch(job: Job) -> int:
     try:
         return launch(job)
     finally:
-        if console.is_terminal:  # a rank that was ended while it drew the bar has left the cursor hidden
+        if console.is_terminal:  # a rank that ended during its progress bar has left the cursor hidden
             console.show_cursor(True)
 
 

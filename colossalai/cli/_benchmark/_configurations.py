@@ -1,4 +1,4 @@
-"""Which tensor-parallel configurations a number of processes allows; found in the table of layouts."""
+"""Tensor-parallel configurations for a number of processes, from the table of layouts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +10,10 @@ from colossalai.nn.layer import LINEAR_SCHEMES
 
 @dataclass(frozen=True, kw_only=True)
 class Configuration:
-    """One way to cut a layer over the processes.
+    """One way to shard a layer over the processes.
 
     Attributes:
-        mode: The tensor mode, None for a plain layer on one process.
+        mode: Tensor mode; None: a plain layer on one process.
         size: Number of processes.
         depth: Depth of the 2.5D layout.
     """
@@ -24,13 +24,13 @@ class Configuration:
 
     @property
     def label(self) -> str:
-        """How it is called in a table."""
+        """Name of the configuration in tables."""
         depth = "" if self.depth is None else f", depth {self.depth}"
         return f"{self.mode or 'plain'}{depth}"
 
     @property
     def config(self) -> dict[str, Any]:
-        """What to launch it with."""
+        """Config of the launch."""
         if self.mode is None:
             return {}
         depth = {} if self.depth is None else {"depth": self.depth}
@@ -38,7 +38,7 @@ class Configuration:
 
 
 def tensor_modes() -> tuple[str, ...]:
-    """Return the modes that cut the weights of a layer."""
+    """Return the modes that shard the weights of a layer."""
     return tuple(
         mode for mode, schemes in LINEAR_SCHEMES.items() if mode and any(s.w_in or s.w_out for s in schemes)
     )
@@ -47,7 +47,7 @@ def tensor_modes() -> tuple[str, ...]:
 def find_configurations(num_procs: int, modes: Sequence[str] | None = None) -> list[Configuration]:
     """Return every configuration for a number of processes, of all modes or of some.
 
-    One process has one, the plain layer, whatever the modes.
+    One process has one configuration in all modes, the plain layer.
     """
     if num_procs == 1:
         return [Configuration(mode=None, size=1)]
@@ -59,7 +59,7 @@ def find_configurations(num_procs: int, modes: Sequence[str] | None = None) -> l
 
 
 def why_none(mode: str, num_procs: int) -> str:
-    """Say why a mode has no configuration for this number of processes."""
+    """Return the reason why a mode has no configuration for this number of processes."""
     return f"mode {mode!r} needs {TENSOR_LAYOUTS[mode].requirement} processes, not {num_procs}"
 
 

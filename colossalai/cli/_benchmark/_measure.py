@@ -1,4 +1,4 @@
-"""Measure one model in one configuration; every rank of the job does the same."""
+"""Measurement of one model in one configuration, on all ranks of the job."""
 
 import statistics
 import time
@@ -21,10 +21,10 @@ from colossalai.tensor import cut_dims
 
 
 class SavedBytes:
-    """The bytes of all storages that autograd has saved, each counted once.
+    """Counter of the bytes of all storages that autograd saves, each counted once.
 
     Args:
-        except_of: Tensors whose storages do not count: parameters are held anyhow.
+        except_of: Tensors whose storages are not counted, such as parameters.
     """
 
     def __init__(self, except_of: Iterable[torch.Tensor]) -> None:
@@ -42,14 +42,14 @@ class SavedBytes:
 
 @contextmanager
 def saved_bytes(except_of: Iterable[torch.Tensor]) -> Iterator[SavedBytes]:
-    """Count what the forward within the block saves; run the backward after it."""
+    """Count the bytes that the forward within the block saves; run the backward after the block."""
     count = SavedBytes(except_of)
     with torch.autograd.graph.saved_tensors_hooks(count.add, lambda tensor: tensor):
         yield count
 
 
 def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield the storages of a tensor; a DTensor and its like are made of others."""
+    """Yield the storages of a tensor; wrapper subclasses such as DTensor consist of other tensors."""
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         for part in (getattr(tensor, name) for name in names):
@@ -61,7 +61,7 @@ def _storages(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
 
 @dataclass(frozen=True)
 class Times:
-    """What a step took, in seconds."""
+    """Times of a step in seconds."""
 
     forward: float
     backward: float
@@ -69,7 +69,7 @@ class Times:
 
 @dataclass(frozen=True)
 class Shares:
-    """Which shares of a step passed inside collectives, and what they sent."""
+    """Shares of a step's times inside collectives, and the bytes sent."""
 
     forward: float
     backward: float
@@ -85,7 +85,7 @@ class MeasuredStep:
     dy: torch.Tensor
 
     def run(self) -> Times:
-        """Run them as a user would."""
+        """Run and time the forward and the backward."""
         self._begin()
         start = _now()
         y = self.model(self.x)
@@ -94,7 +94,7 @@ class MeasuredStep:
         return Times(middle - start, _now() - middle)
 
     def run_booked(self) -> Shares:
-        """Run them with every collective timed."""
+        """Run the forward and the backward with timed collectives."""
         self._begin()
         start = _now()
         with ledger(timed=True) as forward:
@@ -133,14 +133,14 @@ def measure(
     """Return the figures of a model in the configuration that the job was launched with.
 
     Args:
-        name: What the model is called.
-        build: Builds a layer of it.
+        name: Name of the model.
+        build: Builds a layer of the model.
         configuration: The configuration.
         settings: Sizes and numbers of steps.
-        after_step: Is called `settings.warmup + settings.rounds` times.
+        after_step: Called `settings.warmup + settings.rounds` times.
 
     Raises:
-        ValueError: The ranks of the configuration do not divide the sizes; on all ranks.
+        ValueError: The ranks of the configuration do not divide the sizes (raised on all ranks).
     """
     step = _prepare(build, settings)
     saved = step.count_saved()
@@ -193,7 +193,7 @@ def _prepare(build: Builder, settings: BenchmarkSettings) -> MeasuredStep:
 
 
 def _over_ranks(**values: float) -> dict[str, float]:
-    """Return the largest of each value on any rank."""
+    """Return the maximum of each value over the ranks."""
     result = torch.tensor(list(values.values()), dtype=torch.float64, device=global_context.device)
     dist.all_reduce(result, op=dist.ReduceOp.MAX)
     return dict(zip(values, result.tolist(), strict=True))

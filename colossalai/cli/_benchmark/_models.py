@@ -1,4 +1,4 @@
-"""The models of the benchmark: a table from a name to what builds it in the mode of the launched job."""
+"""Models of the benchmark: a table of builders by name, for the mode of the launched job."""
 
 from collections.abc import Callable
 
@@ -30,7 +30,7 @@ class MLP(nn.Module):
 
 
 class Attention(nn.Module):
-    """Causal self-attention; every rank attends with the heads, and for the sequences, that it has.
+    """Causal self-attention; every rank computes its own heads and sequences.
 
     Args:
         settings: The sizes.
@@ -83,6 +83,6 @@ class BenchmarkBlock(nn.Module):
 
 
 Builder = Callable[[BenchmarkSettings], nn.Module]
-"""Returns one layer of a model, which maps (batch, seq, hidden), cut as the mode begins, to the same."""
+"""Builds one layer of a model, which maps (batch, seq, hidden), sharded as the mode requires, to the same."""
 
 MODELS: dict[str, Builder] = {"MLP": MLP, "transformer": BenchmarkBlock}

@@ -1,4 +1,4 @@
-"""What is asked of a benchmark and what it finds, as values that go through JSON."""
+"""Settings and results of a benchmark, as dataclasses that convert to JSON."""
 
 import dataclasses
 import json
@@ -10,18 +10,18 @@ from colossalai.cli._benchmark._configurations import Configuration
 
 @dataclass(frozen=True, kw_only=True)
 class BenchmarkSettings:
-    """What to run.
+    """Settings of a benchmark.
 
     Attributes:
         num_procs: Number of processes.
-        batch_size: Sequences in the whole batch.
-        seq_length: Tokens in a sequence.
-        hidden_size: Features of a token.
-        num_heads: Heads of an attention.
-        num_layers: How often the layer of a model is repeated.
-        warmup: Steps before those that count.
-        rounds: Steps that count.
-        configurations: The ways to cut the layers.
+        batch_size: Number of sequences in the global batch.
+        seq_length: Number of tokens in a sequence.
+        hidden_size: Number of features of a token.
+        num_heads: Number of attention heads.
+        num_layers: Number of layers of a model.
+        warmup: Number of steps before the measured ones.
+        rounds: Number of measured steps.
+        configurations: The configurations to run.
     """
 
     num_procs: int
@@ -35,7 +35,7 @@ class BenchmarkSettings:
     configurations: tuple[Configuration, ...]
 
     def describe(self) -> str:
-        """Say the sizes in a line."""
+        """Return a line with the sizes."""
         return (
             f"batch {self.batch_size}, sequence {self.seq_length}, hidden {self.hidden_size}, "
             f"{self.num_heads} heads, {self.num_layers} layers; medians of {self.rounds} steps"
@@ -44,21 +44,21 @@ class BenchmarkSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What was measured of one model in one configuration; times are medians, of the slowest rank.
+    """Figures of one model in one configuration; times are medians of the slowest rank.
 
     Attributes:
-        model: The model.
-        configuration: How it was cut.
+        model: Name of the model.
+        configuration: Its configuration.
         forward_ms: Time of the forward.
         backward_ms: Time of the backward.
         forward_communication_ms: Time inside collectives in the forward, waiting included: their share of a
             forward in which nothing overlaps with them, of `forward_ms`.
         backward_communication_ms: The same in the backward.
         bytes_sent: Bytes that a rank sends in a step.
-        num_parameters: Parameters that a rank holds.
-        parameter_bytes: Their bytes.
-        saved_bytes: Bytes of activations that the forward keeps for the backward.
-        device_peak_bytes: Peak of a step on the accelerator, None without one.
+        num_parameters: Number of parameters on a rank.
+        parameter_bytes: Bytes of the parameters on a rank.
+        saved_bytes: Bytes of activations that the forward saves for the backward.
+        device_peak_bytes: Peak memory of a step on the accelerator; None without one.
     """
 
     model: str
@@ -79,9 +79,9 @@ class Skipped:
     """A configuration that does not fit a model.
 
     Attributes:
-        model: The model; None if it fits none.
-        label: The configuration.
-        reason: Why, in plain words.
+        model: Name of the model; None if the configuration fits no model.
+        label: Name of the configuration.
+        reason: Reason of the mismatch.
     """
 
     model: str | None
@@ -91,7 +91,7 @@ class Skipped:
 
 @dataclass(frozen=True, kw_only=True)
 class Results:
-    """All that a benchmark finds."""
+    """Results of a benchmark."""
 
     settings: BenchmarkSettings
     machine: dict[str, Any]
@@ -99,12 +99,12 @@ class Results:
     skipped: list[Skipped] = field(default_factory=list)
 
     def to_json(self) -> str:
-        """Return it as JSON."""
+        """Return the results as JSON."""
         return json.dumps(dataclasses.asdict(self), indent=2)
 
     @classmethod
     def from_json(cls, text: str) -> "Results":
-        """Return what `to_json` has written."""
+        """Return the results of a text from `to_json`."""
         content = json.loads(text)
         return cls(
             settings=settings_from(content["settings"]),
@@ -118,6 +118,6 @@ class Results:
 
 
 def settings_from(content: dict[str, Any]) -> BenchmarkSettings:
-    """Return settings from their fields as JSON has them."""
+    """Return settings from their JSON fields."""
     configurations = tuple(Configuration(**fields) for fields in content["configurations"])
     return BenchmarkSettings(**{**content, "configurations": configurations})

@@ -8,7 +8,7 @@ from rich.table import Table
 
 from colossalai.cli._benchmark._results import Figures, Results
 
-_FORWARD, _BACKWARD = "#4477aa", "#cc6677"  # told apart also by who sees few colors (Paul Tol's palette)
+_FORWARD, _BACKWARD = "#4477aa", "#cc6677"  # Paul Tol's palette, for color-blind readers
 
 
 def plot(results: Results, path: str) -> None:
@@ -84,7 +84,7 @@ _MI = 2**20
 
 
 def show(results: Results) -> None:
-    """Print a table for each model, what was skipped and why, and how to read it."""
+    """Print a table per model, the skipped configurations with their reasons, and a legend."""
     settings, machine = results.settings, results.machine
     console = Console(highlight=False)
     console.print(

@@ -1,8 +1,8 @@
-"""What every process of `colossalai benchmark` runs: all models in all configurations, one after the other.
+"""Worker of `colossalai benchmark`: every process runs all models in all configurations.
 
     python -m colossalai.cli._benchmark._worker SETTINGS RESULTS_FILE
 
-Rank 0 shows the progress and writes the results for the process that started them.
+Rank 0 shows the progress and writes the results for the parent process.
 """
 
 import json
@@ -42,7 +42,7 @@ def main(settings_text: str, results_file: str) -> None:
                             name, build, configuration, settings, after_step=lambda: progress.advance(task)
                         )
                     )
-                except ValueError as error:  # the sizes do not fit: every rank finds that
+                except ValueError as error:  # the sizes do not fit, on all ranks
                     skipped.append(Skipped(model=name, label=configuration.label, reason=str(error)))
                 progress.update(task, completed=(number * len(MODELS) + order + 1) * steps)
             global_context.destroy()
@@ -56,7 +56,7 @@ def _rank() -> int:
 
 
 def _progress() -> Progress:
-    """Return a bar on rank 0's terminal, and a bar that shows nothing elsewhere."""
+    """Return a progress bar, which is disabled on other ranks than 0 and without a terminal."""
     console = Console(stderr=True)
     return Progress(
         TextColumn("{task.description}"),
@@ -70,7 +70,7 @@ def _progress() -> Progress:
 
 
 def _machine() -> dict[str, Any]:
-    """Return what the figures depend on."""
+    """Return the properties of the machine that affect the figures."""
     device = global_context.device
     has_device = device.type != "cpu"
     return {

@@ -1,4 +1,4 @@
-"""`colossalai benchmark --serve`: a load on any OpenAI server, and what its clients see."""
+"""`colossalai benchmark --serve`: a load on any OpenAI-compatible server, measured by its clients."""
 
 from colossalai.cli._load._command import LoadOutput as LoadOutput
 from colossalai.cli._load._command import run_load as run_load

@@ -1,6 +1,6 @@
-"""One client of a server of OpenAI's completions: a request, its stream, and when each part of it came.
+"""Client of OpenAI's completions API: a request, its stream, and the arrival times of its parts.
 
-It needs the standard library alone. A connection is kept from request to request, as clients do.
+It uses the standard library only. A connection is kept alive between requests.
 """
 
 import http.client
@@ -12,23 +12,23 @@ from typing import Any
 from urllib.parse import urlsplit
 
 _JSON = "application/json"
-# Ids that any vocabulary of bytes or more has, without those that begin or end texts.
+# Token ids that every vocabulary of at least 256 bytes has, without special tokens.
 _FIRST_ID, _LAST_ID = 20, 199
 _WORDS = ("and", "for", "the", "new", "two", "one", "day", "way", "man", "old", "see", "how", "out", "who")
 
 
 @dataclass(frozen=True)
 class Target:
-    """A server, and how it takes requests.
+    """A server, and the form of its requests.
 
     Attributes:
-        url: Its address, without `/v1`.
-        model: The name that requests ask for.
-        api_key: The key; None for none.
+        url: Address of the server, without `/v1`.
+        model: Model name in requests.
+        api_key: API key; None: no key.
         timeout_s: Seconds without a byte after which a request has failed.
-        takes_ids: Whether prompts may be token ids; else they are texts.
-        extras: Fields of requests beyond OpenAI's that it takes.
-        tells_usage: Whether a stream ends with numbers of tokens if asked to.
+        takes_ids: Whether prompts are token ids; otherwise they are texts.
+        extras: Additional fields of requests beyond OpenAI's.
+        tells_usage: Whether the server supports `include_usage`, the token counts at the end of a stream.
     """
 
     url: str
@@ -42,13 +42,13 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """A request that is to be made.
+    """A request of a load.
 
     Attributes:
-        number: Its place in the load.
-        draws: Numbers in 0..1, one for each token of the prompt.
-        max_tokens: Tokens that are asked for.
-        due_s: When it is to be sent, in seconds from the beginning; None for at once.
+        number: Index of the request in the load.
+        draws: Random numbers in 0..1, one per token of the prompt.
+        max_tokens: Number of tokens to generate.
+        due_s: Time of the request, in seconds from the beginning of the load; None: at once.
     """
 
     number: int
@@ -57,7 +57,7 @@ class Question:
     due_s: float | None = None
 
     def body(self, target: Target) -> dict[str, Any]:
-        """Return what is sent."""
+        """Return the body of the request."""
         ids = [_FIRST_ID + int(draw * (_LAST_ID - _FIRST_ID)) for draw in self.draws]
         text = " ".join(_WORDS[int(draw * len(_WORDS))] for draw in self.draws)
         usage = {"stream_options": {"include_usage": True}} if target.tells_usage else {}
@@ -74,18 +74,18 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestOutcome:
-    """What became of a request; times are in seconds from the beginning of the load.
+    """Outcome of a request; times are in seconds from the beginning of the load.
 
     Attributes:
-        number: Of the question.
-        began_s: When it was due.
-        first_s: When its first token came; None where none did.
-        last_s: When its last token came.
-        ended_s: When its end was known.
-        prompt_tokens: As the server counts them; None where it does not say.
-        output_tokens: As the server counts them, else the parts of the stream.
-        error: The kind of failure; None for none.
-        reason: What was said of it.
+        number: Number of the question.
+        began_s: Time at which it was due.
+        first_s: Arrival time of its first token; None without tokens.
+        last_s: Arrival time of its last token.
+        ended_s: Time of its end.
+        prompt_tokens: Number of prompt tokens as counted by the server; None if it sends no count.
+        output_tokens: Number of output tokens as counted by the server, else the number of stream parts.
+        error: Kind of failure; None: success.
+        reason: Error message.
     """
 
     number: int
@@ -103,8 +103,8 @@ class LoadRequestFailed(Exception):
     """A request has failed.
 
     Args:
-        kind: In a word, by which failures are counted.
-        reason: What was said of it.
+        kind: Kind of failure, by which failures are counted.
+        reason: Error message.
     """
 
     def __init__(self, kind: str, reason: str) -> None:
@@ -113,11 +113,11 @@ class LoadRequestFailed(Exception):
 
 
 class Client:
-    """A connection to a server, opened anew where it was lost.
+    """A connection to a server, which is reopened after a loss.
 
     Args:
         target: The server.
-        origin_s: When the load began, by `time.perf_counter`.
+        origin_s: Begin of the load by `time.perf_counter`.
     """
 
     def __init__(self, target: Target, origin_s: float = 0.0) -> None:
@@ -125,13 +125,13 @@ class Client:
         self._connection: http.client.HTTPConnection | None = None
 
     def close(self) -> None:
-        """End the connection."""
+        """Close the connection."""
         if self._connection is not None:
             self._connection.close()
             self._connection = None
 
     def ask(self, question: Question) -> RequestOutcome:
-        """Make a request, and return what became of it."""
+        """Make a request and return its outcome."""
         began = self._now() if question.due_s is None else question.due_s
         seen = _Seen()
         try:
@@ -186,7 +186,7 @@ class Client:
         while line := answer.readline():
             if line.startswith(b"data:"):
                 yield line[5:].strip().decode()
-        answer.close()  # one of a told length does not know by itself that it has been read
+        answer.close()  # a response with Content-Length does not close itself after readline
 
     def _send(self, method: str, path: str, body: bytes | None) -> http.client.HTTPResponse:
         is_kept = self._connection is not None
@@ -204,12 +204,12 @@ class Client:
             self.close()
             if not is_kept:
                 raise
-            return self._send(method, path, body)  # the server had closed a connection that was kept
+            return self._send(method, path, body)  # the server had closed the kept connection
 
 
 @dataclass
 class _Seen:
-    """What a stream has said so far."""
+    """State of a stream: arrival times, parts and usage so far."""
 
     first_s: float | None = None
     last_s: float | None = None
@@ -236,13 +236,13 @@ class _Seen:
 
 
 def find_target(target: Target) -> Target:
-    """Return a server as it takes requests, found out by asking it for a token.
+    """Find the form of requests that a server accepts, by test requests.
 
     Args:
-        target: The server; an empty `model` is asked for.
+        target: The server; an empty `model` is read from the server.
 
     Raises:
-        ValueError: `target` cannot be reached, has no model, or takes no request.
+        ValueError: `target` cannot be reached, has no model, or accepts no request.
     """
     client = Client(target)
     try:
@@ -258,7 +258,7 @@ def find_target(target: Target) -> Target:
         for way in ways:
             client.target = way
             tried = client.ask(Question(number=0, draws=(0.1, 0.6, 0.3), max_tokens=2))
-            if tried.error not in ("400", "422"):  # all else is no matter of fields
+            if tried.error not in ("400", "422"):  # other errors do not depend on the fields
                 break
     except (
         LoadRequestFailed,
@@ -283,7 +283,7 @@ def _connection(target: Target) -> http.client.HTTPConnection:
 
 
 def _failure_of(error: Exception) -> LoadRequestFailed:
-    """Return a failure under a kind that says the same of all its like."""
+    """Return a failure with a kind that is the same for similar errors."""
     if isinstance(error, LoadRequestFailed):
         return error
     kinds = {TimeoutError: "timeout", ConnectionRefusedError: "refused", ConnectionError: "connection lost"}
@@ -292,7 +292,7 @@ def _failure_of(error: Exception) -> LoadRequestFailed:
 
 
 def _said(content: bytes) -> str:
-    """Return the message of an error in OpenAI's form, or what there is instead."""
+    """Return the message of an error in OpenAI's form, or the beginning of the content."""
     try:
         found = json.loads(content)
         error = found.get("error", found.get("detail", found))

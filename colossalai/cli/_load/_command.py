@@ -1,4 +1,4 @@
-"""`colossalai benchmark --serve`: find out how the server takes requests, load it, and show what it did."""
+"""`colossalai benchmark --serve`: probe the server's form of requests, load it, and print the figures."""
 
 import json
 import sys
@@ -20,11 +20,11 @@ from colossalai.cli._picture import check_folder, check_picture
 
 @dataclass(frozen=True, kw_only=True)
 class LoadOutput:
-    """Where the results go beside the table.
+    """Outputs of the results in addition to the table.
 
     Attributes:
-        json_file: A path; "-" is stdout, in place of the table.
-        plot_file: A path of a picture.
+        json_file: Path of a JSON file; "-": stdout, in place of the table.
+        plot_file: Path of a picture.
     """
 
     json_file: str | None = None
@@ -34,17 +34,17 @@ class LoadOutput:
 def run_load(
     url: str, settings: LoadSettings, output: LoadOutput, *, model: str | None, api_key_file: str | None
 ) -> int:
-    """Load a server, show the figures and return the exit code: 1 where no request was answered.
+    """Load a server, print the figures and return the exit code: 1 if no request succeeded.
 
     Args:
-        url: Its address, with `/v1` or without.
-        settings: What is asked of it.
-        output: What to write.
-        model: The name that requests ask for; None for the first that the server lists.
-        api_key_file: A file with the key; None for none.
+        url: Address of the server, with or without `/v1`.
+        settings: Settings of the load.
+        output: Outputs of the results.
+        model: Model name in requests; None: the first model that the server lists.
+        api_key_file: Path of a file with the API key; None: no key.
 
     Raises:
-        ValueError: The server cannot be reached or takes no request, `api_key_file` cannot be read, or an
+        ValueError: The server cannot be reached or accepts no request, `api_key_file` cannot be read, or an
             output cannot be written.
     """
     if output.plot_file is not None:
@@ -94,7 +94,7 @@ def _key_of(path: str | None) -> str | None:
 
 @contextmanager
 def _progress(settings: LoadSettings) -> Iterator[Callable[[RequestOutcome], object]]:
-    """Draw a bar on a terminal while the load runs."""
+    """Show a progress bar on a terminal during the load."""
     console = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),

@@ -1,4 +1,4 @@
-"""What a load says about a server: rates, and times that its clients have seen."""
+"""Figures of a load: throughput and latencies."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from colossalai.cli._load._load import LoadResult
 
 @dataclass(frozen=True, kw_only=True)
 class Spread:
-    """How times are spread, in seconds; None where there are none."""
+    """Mean and percentiles of times in seconds; None without times."""
 
     mean: float | None
     p50: float | None
@@ -21,7 +21,7 @@ class Spread:
 
     @classmethod
     def of(cls, times: Sequence[float]) -> "Spread":
-        """Return the spread of some times."""
+        """Return the mean and the percentiles of some times."""
         if not times:
             return cls(mean=None, p50=None, p90=None, p99=None)
         p50, p90, p99 = (float(value) for value in np.percentile(times, (50, 90, 99)))
@@ -33,17 +33,17 @@ class LoadFigures:
     """The figures of a load.
 
     Attributes:
-        finished: Requests that were answered.
-        failed: Requests that were not, by kind.
+        finished: Number of successful requests.
+        failed: Number of failed requests by kind.
         elapsed_s: Seconds from the first request to the last end.
-        requests_per_s: Of those that were answered.
-        output_tokens_per_s: Of those, too.
-        prompt_tokens: Of those, too; None where the server does not say.
-        output_tokens: Of those, too.
-        first_token_s: From when a request was due to its first token.
-        per_token_s: Between tokens, the mean of each answer.
-        whole_s: From when a request was due to its end.
-        is_whole: Whether the load went on to its end.
+        requests_per_s: Successful requests per second.
+        output_tokens_per_s: Output tokens of successful requests per second.
+        prompt_tokens: Prompt tokens of successful requests; None if the server sends no counts.
+        output_tokens: Output tokens of successful requests.
+        first_token_s: Times from the due time of a request to its first token.
+        per_token_s: Mean times between tokens, per request.
+        whole_s: Times from the due time of a request to its end.
+        is_whole: Whether the load was not interrupted.
     """
 
     finished: int
@@ -59,19 +59,19 @@ class LoadFigures:
     is_whole: bool
 
     def as_dict(self) -> dict[str, object]:
-        """Return them under their names."""
+        """Return the figures as a dict."""
         return asdict(self)
 
 
 def first_token_times(outcomes: Sequence[RequestOutcome]) -> list[float]:
-    """Return the times to the first token of those that were answered."""
+    """Return the times to the first token of successful requests."""
     return [
         each.first_s - each.began_s for each in outcomes if each.error is None and each.first_s is not None
     ]
 
 
 def per_token_times(outcomes: Sequence[RequestOutcome]) -> list[float]:
-    """Return the mean time between tokens of each that was answered with more than one."""
+    """Return the mean times between tokens of successful requests with more than one token."""
     return [
         (each.last_s - each.first_s) / (each.output_tokens - 1)
         for each in outcomes
@@ -83,7 +83,7 @@ def per_token_times(outcomes: Sequence[RequestOutcome]) -> list[float]:
 
 
 def whole_times(outcomes: Sequence[RequestOutcome]) -> list[float]:
-    """Return the times to the end of those that were answered."""
+    """Return the times to the end of successful requests."""
     return [each.ended_s - each.began_s for each in outcomes if each.error is None]
 
 
@@ -93,7 +93,7 @@ def figures_of(result: LoadResult) -> LoadFigures:
     finished = [each for each in outcomes if each.error is None]
     prompts = [each.prompt_tokens for each in finished if each.prompt_tokens is not None]
     num_tokens = sum(each.output_tokens for each in finished)
-    elapsed = result.elapsed_s or float("inf")  # nothing has ended: the rates are 0
+    elapsed = result.elapsed_s or float("inf")  # no request has ended: the rates are 0
     return LoadFigures(
         finished=len(finished),
         failed=dict(Counter(each.error for each in outcomes if each.error is not None).most_common()),

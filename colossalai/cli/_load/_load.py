@@ -1,4 +1,4 @@
-"""A load: requests drawn from a seed, and clients in threads that make them."""
+"""Load generator: requests drawn from a seed, and client threads that make them."""
 
 import queue
 import threading
@@ -10,25 +10,25 @@ import numpy as np
 
 from colossalai.cli._load._client import Client, Question, RequestOutcome, Target
 
-_MOST_WAITING_S = 0.1  # between two looks at whether the load goes on
+_MOST_WAITING_S = 0.1  # between two checks of `is_stopped`
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadSettings:
-    """What is asked of a server.
+    """Settings of a load.
 
     Attributes:
-        clients: Clients that ask at the same time, each one request after another.
-        requests: Number of requests; None for as many as `duration_s` has room for.
-        duration_s: Seconds after which no request begins; None for no bound.
-        prompt_tokens: Least and most tokens of a prompt.
-        new_tokens: Least and most tokens of an answer.
-        rate: Requests a second at random (Poisson) times; None for as soon as a client is free. The time of
-            a request counts from when it was due, also where no client was free then.
-        seed: Of lengths, prompts and times.
+        clients: Number of concurrent clients, each with one request at a time.
+        requests: Number of requests; None: bounded by `duration_s` only.
+        duration_s: Seconds after which no request begins; None: no bound.
+        prompt_tokens: Minimum and maximum number of tokens of a prompt.
+        new_tokens: Minimum and maximum number of tokens of an answer.
+        rate: Requests per second at random (Poisson) times; None: as soon as a client is free. The latency of
+            a request counts from its due time, even if no client was free then.
+        seed: Seed of lengths, prompts and times.
 
     Raises:
-        ValueError: A field is out of its range, or nothing ends the load.
+        ValueError: A field is out of range, or the load has no end.
     """
 
     clients: int = 16
@@ -67,12 +67,12 @@ class LoadSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class LoadResult:
-    """What a load has shown.
+    """Result of a load.
 
     Attributes:
-        outcomes: Of the requests that have ended.
+        outcomes: Outcomes of the ended requests.
         elapsed_s: Seconds from the first request to the last end.
-        is_whole: Whether it went on to its end.
+        is_whole: Whether the load was not interrupted.
     """
 
     outcomes: tuple[RequestOutcome, ...]
@@ -83,17 +83,17 @@ class LoadResult:
 def run_clients(
     target: Target, settings: LoadSettings, *, after: Callable[[RequestOutcome], object]
 ) -> LoadResult:
-    """Make requests, and return what became of them; Ctrl-C ends it with those that have ended.
+    """Make requests and return their outcomes; after Ctrl-C, those of the ended requests.
 
     Args:
         target: The server.
-        settings: What is asked of it.
-        after: Is called with each outcome, in the thread that calls this.
+        settings: Settings of the load.
+        after: Called with each outcome, in the calling thread.
     """
     ended: queue.SimpleQueue[RequestOutcome | None] = queue.SimpleQueue()
     load = _Load(settings, time.perf_counter())
     clients = [
-        # Daemons, since one that waits for its server is not waited for at the end.
+        # Daemon threads: the process can end while one of them waits for the server.
         threading.Thread(target=_run_client, args=(target, load, ended), daemon=True, name=f"client {number}")
         for number in range(settings.clients)
     ]
@@ -117,7 +117,7 @@ def run_clients(
 
 
 class _Load:
-    """What clients share: the requests that are left."""
+    """State shared by the clients: the remaining requests."""
 
     def __init__(self, settings: LoadSettings, origin_s: float) -> None:
         self.origin_s = origin_s
@@ -127,7 +127,7 @@ class _Load:
         self._lock = threading.Lock()
 
     def next(self) -> Question | None:
-        """Return a request when it is due; None where there is none."""
+        """Wait until the next request is due and return it; None at the end of the load."""
         with self._lock:
             question = next(self._questions, None)
         if question is None:

@@ -1,4 +1,4 @@
-"""`colossalai memory`: what a rank will hold in training, serving or RLHF, without weights or ranks."""
+"""`colossalai memory`: memory of a rank in training, serving or RLHF, without weights or ranks."""
 
 from colossalai.cli._memory._command import show_memory as show_memory
 from colossalai.cli._memory._rlhf import show_rlhf as show_rlhf

@@ -1,4 +1,4 @@
-"""`colossalai memory`: read the model's shape, reckon, and show."""
+"""`colossalai memory`: read the model's shape, estimate its memory, and print it."""
 
 import json
 import re
@@ -16,7 +16,7 @@ from colossalai.runtime.memory import SYMBOLS
 
 
 def show(report: Report, *, explain: bool) -> None:
-    """Print a row for each kind of memory; with `explain` also how each was reckoned."""
+    """Print a row per kind of memory; with `explain` also its formula."""
     console = Console(highlight=False, markup=False)
     console.print(_headline(report), soft_wrap=True)
     table = Table(box=box.SIMPLE)
@@ -66,15 +66,15 @@ def _explain(console: Console, report: Report) -> None:
 def show_memory(
     model: str, *, seq: int | None, attention: str, as_json: bool, explain: bool, **plan: Any
 ) -> None:
-    """Print what a rank holds, as a table or as JSON.
+    """Print the memory of a rank, as a table or as JSON.
 
     Args:
-        model: A name, or the path of a config.json.
-        seq: Length of the sequences; None: the longest that the model takes.
+        model: Name of a model, or path of a config.json.
+        seq: Length of the sequences; None: the model's longest.
         attention: "sdpa" or "eager".
-        as_json: Print JSON.
-        explain: Also print the formulas.
-        plan: The rest of a `TrainingSetup`.
+        as_json: Whether to print JSON.
+        explain: Whether to print the formulas as well.
+        plan: Other fields of a `TrainingSetup`.
 
     Raises:
         ValueError: `model` is unknown, or cannot be trained with this plan (see `report_of`).

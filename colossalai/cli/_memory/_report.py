@@ -1,4 +1,4 @@
-"""The memory of the fullest rank: the formulas, for the shape of a model and the layout of the ranks."""
+"""Memory of the fullest rank, by formulas for the shape of a model and the layout of the ranks."""
 
 import math
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ from colossalai.runtime.memory import (
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingSetup:
-    """How a model is trained.
+    """Training setup of a model.
 
     Attributes:
         dp: Number of data-parallel ranks.
         tp: Number of ranks that share a layer (mode 1d).
         pp: Number of pipeline ranks, with the schedule 1f1b.
-        zero: Stage of ZeRO over the data-parallel ranks; 0 for none.
+        zero: Stage of ZeRO over the data-parallel ranks; 0: none.
         precision: A name of `STORAGE`.
-        batch: Samples in a forward of a rank.
-        seq: Length of their sequences.
+        batch: Number of samples in a forward of a rank.
+        seq: Length of the sequences.
         recompute: Whether blocks are recomputed in the backward.
-        has_scores: Whether attention weights are written out.
+        has_scores: Whether attention weights are materialized.
     """
 
     dp: int
@@ -52,14 +52,14 @@ class TrainingSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """The memory of the fullest rank.
+    """Memory of the fullest rank.
 
     Attributes:
-        shape: The model.
-        job: How it is trained.
-        stage: Its stage of the pipeline.
-        states: Rows of what is held all the time.
-        activations: Rows of what is held between forward and backward.
+        shape: Shape of the model.
+        job: Training setup.
+        stage: Pipeline stage of the rank.
+        states: Rows of the model states.
+        activations: Rows of the memory between forward and backward.
     """
 
     shape: ModelShape
@@ -70,11 +70,11 @@ class Report:
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """Total number of bytes."""
         return total_of(self.states) + total_of(self.activations)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures under names, for JSON."""
+        """Return the figures as a dict for JSON."""
         return {
             "model": self.shape.name,
             "num_params": self.shape.num_params,
@@ -103,7 +103,7 @@ def report_of(shape: ModelShape, job: TrainingSetup) -> Report:
 
 
 def check_job(shape: ModelShape, job: TrainingSetup) -> None:
-    """Raise for what the code refuses, too."""
+    """Validate a training setup as training itself does."""
     if job.precision not in STORAGE:
         raise ValueError(f"--precision {job.precision}: choose one of {', '.join(STORAGE)}")
     if job.pp > len(shape.blocks):
@@ -150,7 +150,7 @@ def _of_stage(shape: ModelShape, job: TrainingSetup, stage: int) -> Report:
 
 
 def _blocks_of(shape: ModelShape, pp: int) -> list[tuple[int, int]]:
-    """Return the blocks of each stage, balanced by parameters as the pipeline does it."""
+    """Return the blocks of each stage, balanced by parameters like the pipeline's stages."""
     weights = [block.cut + block.whole for block in shape.blocks]
     weights[0] += shape.first.cut + shape.first.whole
     weights[-1] += shape.last.cut + shape.last.whole

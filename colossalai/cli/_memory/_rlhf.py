@@ -1,10 +1,10 @@
-"""`colossalai memory --rlhf`: what each plan takes of a rank for all models of PPO, and which plans fit.
+"""`colossalai memory --rlhf`: memory of a rank for all models of PPO under each plan, and the plans that fit.
 
 [Note: capacity of one device]
-The documents say that one device holds a model 10.3 times as large as with PyTorch, and 3.7 times for
+According to the documents, one device holds a model 10.3 times as large as with PyTorch, and 3.7 times for
 fine-tuning with LoRA. Here capacity is the largest published OPT whose bytes, by the formulas of
-`runtime.memory`, fit into a device, activations aside: with torch's DDP in float32, 16 P for actor and critic
-and 4 P for reference and reward, against the plan here that takes least.
+`runtime.memory`, fit into a device, without activations. The baseline is torch's DDP in float32, with 16 P
+for actor and critic and 4 P for reference and reward; it is compared with the plan of the least memory.
 """
 
 import json
@@ -42,7 +42,7 @@ _SHORT = {"reference": "ref.", "rollouts": "engine"}
 
 
 def _opt(layers: int, heads: int, hidden: int, *, embedding: int | None = None) -> Callable[[], Any]:
-    """Return what makes the config of an OPT, table 1 of 2205.01068."""
+    """Return a factory of the config of an OPT, table 1 of 2205.01068."""
 
     def make() -> Any:
         from transformers import OPTConfig
@@ -81,7 +81,7 @@ OPT_FAMILY: Mapping[str, Callable[[], Any]] = {
     "opt-66b": _opt(64, 72, 9216),
     "opt-175b": _opt(96, 96, 12288),
 }
-"""The published sizes."""
+"""Configs of the published sizes."""
 
 MODELS: Mapping[str, Callable[[], Any]] = {
     **OPT_FAMILY,
@@ -94,12 +94,12 @@ MODELS: Mapping[str, Callable[[], Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRow:
-    """What a plan takes.
+    """Memory of a plan.
 
     Attributes:
-        num_ranks: Over so many ranks.
-        whole: If all is trained.
-        adapters: If adapters alone are.
+        num_ranks: Number of ranks.
+        whole: Memory with all parameters trained.
+        adapters: Memory with adapters trained alone.
     """
 
     num_ranks: int
@@ -112,11 +112,11 @@ class Capacity:
     """The largest model of a family that fits into one device.
 
     Attributes:
-        torch_model: With torch's DDP in float32; None: none does.
-        torch_params: Its parameters.
-        best_model: With the plan that takes least.
-        best_params: Its parameters.
-        best_plan: That plan.
+        torch_model: Largest model with torch's DDP in float32; None: none fits.
+        torch_params: Number of its parameters.
+        best_model: Largest model with the plan of the least memory; None: none fits.
+        best_params: Number of its parameters.
+        best_plan: Name of that plan.
     """
 
     torch_model: str | None
@@ -137,17 +137,17 @@ def show_rlhf(
     as_json: bool,
     explain: bool,
 ) -> None:
-    """Print what a rank holds under each plan, as a table or as JSON.
+    """Print the memory of a rank under each plan, as a table or as JSON.
 
     Args:
         model: A name of `MODELS`, or the path of a config.json; None: OPT-1.3B.
         precision: A name of `STORAGE`.
-        batch: Answers that a rank draws at a time; None: those of PPO's default batch.
-        seq: Tokens of a prompt and its answer; None: as many as PPO's defaults allow.
+        batch: Number of answers that a rank generates at a time; None: PPO's default batch.
+        seq: Number of tokens of a prompt and its answer; None: as many as PPO's defaults allow.
         lora_rank: Rank of the adapters.
-        memory: Of the device of each rank, with a unit; None: that of this machine.
-        as_json: Print JSON.
-        explain: Also print the formulas.
+        memory: Memory of the device of each rank, with a unit; None: this machine's memory.
+        as_json: Whether to print JSON.
+        explain: Whether to print the formulas as well.
 
     Raises:
         ValueError: `model` or `precision` is unknown, or `seq` exceeds the window of the model.
@@ -187,7 +187,7 @@ def show_rlhf(
 
 
 def rows_of(config: Any, setup: RlhfSetup, *, lora_rank: int) -> Iterator[PlanRow]:
-    """Yield what each plan takes over 1, 4 and 8 ranks; those that cannot share the layers are left out."""
+    """Yield the memory of each plan over 1, 4 and 8 ranks, without plans that cannot shard the layers."""
     known: dict[int, tuple[RlhfNumbers, RlhfNumbers] | None] = {}
     for num_ranks in NUM_RANKS:
         for plan in plans_of(num_ranks):
@@ -218,7 +218,7 @@ def _row(
 
 
 def capacity_of(memory: int, setup: RlhfSetup, *, lora_rank: int) -> Capacity:
-    """Return the largest OPT that one device of so many bytes holds; host memory has no bound here."""
+    """Return the largest OPT that fits into one device of `memory` bytes; host memory is unbounded."""
     torch_model, torch_params, best_model, best_params, best_plan = None, 0, None, 0, ""
     plain, *_ = plans_of(1)
     for name, make in OPT_FAMILY.items():
@@ -231,7 +231,7 @@ def capacity_of(memory: int, setup: RlhfSetup, *, lora_rank: int) -> Capacity:
         found |= {f"{row.whole.plan.name}, LoRA": row.adapters.num_bytes for row in rows}
         least = min(found, key=found.__getitem__)
         if found[least] > memory:
-            break  # larger ones take more
+            break  # larger models need more
         best_model, best_params, best_plan = name, whole.whole_policy, least
     return Capacity(
         torch_model=torch_model,
@@ -246,7 +246,7 @@ def _config_of(model: str | None) -> tuple[str, Any]:
     """Return the name and the config of a model.
 
     Raises:
-        ValueError: `model` is no known name and no config of a causal language model.
+        ValueError: `model` is neither a known name nor a config of a causal language model.
     """
     name = "opt-1.3b" if model is None else model.lower().replace("_", "-")
     if name in MODELS:

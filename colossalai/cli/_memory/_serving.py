@@ -23,17 +23,17 @@ def show_serving(
     row_tables: bool | None = None,
     **options: Any,
 ) -> None:
-    """Print what each rank of a server holds, as a table or as JSON.
+    """Print the memory of each rank of a server, as a table or as JSON.
 
     Args:
         model: A folder, or a name of `colossalai.inference.models`.
-        tp: Ranks that share each layer.
-        pp: Stages that share the layers.
-        memory: Of the device of each rank, with a unit; None: requests that fit are not counted.
-        max_running: Answers that are made at a time, for the size of a cache that all of them fit in.
-        as_json: Print JSON.
-        row_tables: Whether row tables are counted, one for each product; None for no.
-        options: More of `EngineOptions`.
+        tp: Number of ranks that share each layer.
+        pp: Number of pipeline stages.
+        memory: Memory of the device of each rank, with a unit; None: requests that fit are not counted.
+        max_running: Number of concurrent answers that the cache has to hold.
+        as_json: Whether to print JSON.
+        row_tables: Whether to count row tables, one per product; None: no.
+        options: Other fields of `EngineOptions`.
 
     Raises:
         ValueError: `model` cannot be served or counted like that; see `serving_memory`.
@@ -65,7 +65,7 @@ def show_serving(
 
 
 def _num_fitting(found: ServingMemory, memory: int) -> int:
-    """Return how many requests all ranks have room for; -1 where some have none for the weights."""
+    """Return the number of requests that fit on all ranks; -1 if the weights of a stage do not fit."""
     return min(found.num_fitting(stage, memory) for stage in found.stages)
 
 

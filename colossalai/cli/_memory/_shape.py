@@ -1,4 +1,4 @@
-"""The shape of a model and its parameters, counted on the meta device: nothing gets memory."""
+"""Shape of a model and its parameters, counted on the meta device without memory."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -34,7 +34,7 @@ _MODELS: Mapping[str, tuple[type[nn.Module], TransformerConfig]] = {
     "vit-huge": (ViT, vit.VIT_HUGE),
 }
 MODEL_NAMES = tuple(_MODELS)
-"""The models that have a name."""
+"""Names of the known models."""
 
 
 @dataclass(frozen=True)
@@ -42,9 +42,9 @@ class ParamCount:
     """Numbers of parameters.
 
     Attributes:
-        cut: Of those that tensor parallelism cuts.
-        whole: Of the others.
-        matrices: Of those of two dimensions and more, cut or not.
+        cut: Number of parameters that tensor parallelism shards.
+        whole: Number of the other parameters.
+        matrices: Number of parameters in tensors of two dimensions and more, sharded or not.
     """
 
     cut: int = 0
@@ -57,7 +57,7 @@ class ParamCount:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What memory depends on.
+    """Properties of a model that determine its memory.
 
     Attributes:
         name: Name of the model.
@@ -65,15 +65,15 @@ class ModelShape:
         heads: Number of attention heads.
         inner: Width of the feed-forward layer.
         max_length: Longest sequence.
-        has_fixed_length: Whether all sequences are that long (those of images).
+        has_fixed_length: Whether all sequences have this length (for images).
         num_outputs: Size of the vocabulary, or number of classes.
         has_dropout: Whether there is dropout in the blocks.
         has_attention_dropout: Whether there is dropout on attention weights.
-        has_embedding_dropout: Whether there is dropout behind the embedding.
-        blocks: The parameters of each block.
-        first: Those before the blocks.
-        last: Those behind them.
-        tied: Those before the blocks that are used behind them again.
+        has_embedding_dropout: Whether there is dropout after the embedding.
+        blocks: Parameters of each block.
+        first: Parameters before the blocks.
+        last: Parameters after the blocks.
+        tied: Parameters before the blocks that are used again after them.
     """
 
     name: str
@@ -105,8 +105,8 @@ def shape_of(model: str) -> ModelShape:
         model: One of `MODEL_NAMES`, or the path of a `config.json` of Hugging Face transformers.
 
     Raises:
-        ValueError: `model` is no known name and no file, or the file describes no transformer whose shape can
-            be read.
+        ValueError: `model` is neither a known name nor a file, or the file does not describe a transformer
+            whose shape can be read.
     """
     name = model.lower().replace("_", "-")
     if name in _MODELS:
@@ -124,20 +124,20 @@ def shape_of(model: str) -> ModelShape:
 
 
 def build_model(model: str, *, num_blocks: int, attention: str) -> nn.Module:
-    """Return a model as it trains, of fewer blocks if asked for.
+    """Build a model for training with a number of blocks.
 
     Args:
-        model: As of `shape_of`.
-        num_blocks: How many blocks it has.
+        model: See `shape_of`.
+        num_blocks: Number of blocks.
         attention: "sdpa" or "eager".
 
     Raises:
-        ValueError: `model` is no known name, and no config of a model that can be built.
+        ValueError: `model` is neither a known name nor the config of a model that can be built.
     """
     name = model.lower().replace("_", "-")
     if name in _MODELS:
         kind, config = _MODELS[name]
-        # On a CPU dropout on attention weights, and nothing else, leaves the fused attention.
+        # On a CPU only dropout on attention weights disables the fused attention.
         rate = 0.0 if attention == "sdpa" else config.attention_dropout or 0.1
         return kind(replace(config, num_layers=num_blocks, attention_dropout=rate))
     theirs, build = read_config(Path(model))
@@ -174,10 +174,10 @@ def _ends_of(config: TransformerConfig) -> tuple[int, int]:
 
 
 def read_config(path: Path) -> tuple[Any, Callable[[Any], nn.Module]]:
-    """Read a config of transformers; return it, and what builds its model.
+    """Read a config of transformers; return it and a function that builds its model.
 
     Raises:
-        ValueError: `path` is no such config, or transformers is not installed.
+        ValueError: `path` is not such a config, or transformers is not installed.
     """
     try:
         import transformers
@@ -233,7 +233,7 @@ def _rate(config: Any, *names: str) -> float:
 
 
 def count_parameters(module: nn.Module) -> dict[str, Any]:
-    """Return the counts of a model: of each block, before and behind them, and of what is tied.
+    """Count the parameters of each block, before and after the blocks, and the tied ones.
 
     Raises:
         ValueError: The model has no stack of blocks.
@@ -255,7 +255,7 @@ def count_parameters(module: nn.Module) -> dict[str, Any]:
 
 
 def _count(params: list[nn.Parameter], *, is_block: bool = False) -> ParamCount:
-    """Count; tensor parallelism cuts the matrices of blocks, and outside them large vocabularies."""
+    """Count parameters; tensor parallelism shards the matrices of blocks and large vocabularies."""
     matrices = [param for param in params if param.dim() >= 2]
     cut = [
         param for param in matrices if is_block or (param.dim() == 2 and len(param) > VOCAB_PARALLEL_LIMIT)

@@ -1,6 +1,6 @@
-"""`colossalai memory --trace`: train a model truly for two iterations, and show what lay in memory when.
+"""`colossalai memory --trace`: memory timeline of two iterations of real training.
 
-The ranks are a job of their own (`_trace_worker.py`); rank 0 writes what `record_timeline` has seen of it.
+The ranks run in a separate job (`_trace_worker.py`), whose rank 0 writes the result of `record_timeline`.
 """
 
 import json
@@ -25,29 +25,29 @@ from colossalai.launcher import Job, launch
 from colossalai.zero.gemini import PLACEMENT_POLICIES, Iteration
 
 _WORKER = "colossalai.cli._memory._trace_worker"
-PRECISIONS = {"fp32": "fp32", "bf16_master": "bf16", "fp16_naive": "fp16"}  # to those of Gemini
+PRECISIONS = {"fp32": "fp32", "bf16_master": "bf16", "fp16_naive": "fp16"}  # names of Gemini's precisions
 _SMALL_BLOCKS, _SMALL_SEQ = 4, 128
-_MOST_CHUNKS = 16  # that are aimed at
-_STATE_BYTES = 18  # of a parameter in training with masters, at most
+_MOST_CHUNKS = 16  # target for the default chunk size
+_STATE_BYTES = 18  # largest size of the states per parameter, with master weights
 
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSettings:
-    """What is trained, and how.
+    """Settings of a traced training.
 
     Attributes:
-        model: As of `shape_of`.
-        num_blocks: How many of its blocks.
+        model: See `shape_of`.
+        num_blocks: Number of its blocks.
         dp: Number of ranks.
-        precision: One of `GeminiOptions`.
-        batch: Samples in a forward of a rank.
-        seq: Their length.
+        precision: A precision of `GeminiOptions`.
+        batch: Number of samples in a forward of a rank.
+        seq: Length of the sequences.
         recompute: Whether blocks are recomputed in the backward.
         attention: "sdpa" or "eager".
         placement_policy: One of `PLACEMENT_POLICIES`.
-        memory_budget: Bytes of a rank; None: no bound.
-        offload_dir: A folder for what lies on disk.
-        min_chunk_size_mb: As of `GeminiOptions`.
+        memory_budget: Memory budget of a rank in bytes; None: no bound.
+        offload_dir: Folder for chunks on disk.
+        min_chunk_size_mb: See `GeminiOptions`.
     """
 
     model: str
@@ -65,12 +65,12 @@ class TraceSettings:
 
 
 def trace_memory(trace_file: str, *, as_json: bool, **options: Any) -> int:
-    """Train, draw, show, and return the exit code.
+    """Train, draw and print the timeline, and return the exit code.
 
     Args:
-        trace_file: The path of the picture.
-        as_json: Print JSON in place of the table.
-        options: Those of the command.
+        trace_file: Path of the picture.
+        as_json: Whether to print JSON in place of the table.
+        options: Options of the command.
 
     Raises:
         ValueError: An option is wrong, an output cannot be written, the machine is too small, or Gemini
@@ -97,7 +97,7 @@ def trace_memory(trace_file: str, *, as_json: bool, **options: Any) -> int:
         raise ValueError(found["refused"])
     iterations = [Iteration.from_dict(content) for content in found["iterations"]]
     if settings.memory_budget is None:
-        iterations = iterations[-1:]  # without a plan the second is as all others, the first without states
+        iterations = iterations[-1:]  # without a plan: the first one differs, as it has no optimizer states
     named = dict(zip(_names(iterations), iterations, strict=True))
     headline = _headline(shape, settings, found)
     plot(trace_file, named, headline)
@@ -109,7 +109,7 @@ def trace_memory(trace_file: str, *, as_json: bool, **options: Any) -> int:
 
 
 def _names(iterations: Sequence[Iteration]) -> list[str]:
-    """Return what the last iterations of two are called."""
+    """Return the names of the iterations, the last of two."""
     kinds = ["planned" if its.is_planned else "recorded" for its in iterations]
     if len(iterations) == 1 or kinds[-1] == "recorded":
         kinds[-1] = "not planned"
@@ -130,7 +130,7 @@ def _settings(
     min_chunk_size_mb: float | None,
     **rest: Any,
 ) -> TraceSettings:
-    """Return what the options mean."""
+    """Return the settings for the options of the command."""
     if precision not in PRECISIONS:
         raise ValueError(f"--precision {precision} with --trace: choose one of {', '.join(PRECISIONS)}")
     num_blocks = min(_SMALL_BLOCKS, len(shape.blocks)) if blocks is None else blocks
@@ -178,13 +178,13 @@ def _check_layout(*, tp: int, pp: int, zero: int) -> None:
 
 
 def count_of(shape: ModelShape, num_blocks: int) -> int:
-    """Return how many parameters a model has with that many blocks."""
+    """Return the number of parameters of a model with `num_blocks` blocks."""
     ends = shape.first + shape.last
     return ends.cut + ends.whole + sum(block.cut + block.whole for block in shape.blocks[:num_blocks])
 
 
 def _check_machine(num_params: int, dp: int, budget: int | None) -> None:
-    """Refuse what this machine has no memory for; before there are chunks, each rank has the whole model."""
+    """Check that this machine has enough memory; each rank has the whole model before the chunks are made."""
     num_devices = torch.accelerator.device_count()
     if 0 < num_devices < dp:
         raise ValueError(f"--dp {dp}, but this machine has {num_devices} devices; use at most that many")
@@ -209,7 +209,7 @@ def _headline(shape: ModelShape, settings: TraceSettings, found: dict[str, Any])
 def _show(
     headline: str, shape: ModelShape, settings: TraceSettings, iterations: dict[str, Iteration]
 ) -> None:
-    """Print a column for each iteration."""
+    """Print a table with a column per iteration."""
     console = Console(highlight=False, markup=False)
     console.print(headline, soft_wrap=True)
     table = Table(box=box.SIMPLE)

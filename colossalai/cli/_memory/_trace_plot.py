@@ -1,4 +1,4 @@
-"""The timeline of iterations as a picture: stacked areas over the uses of chunks, and what moves below."""
+"""Picture of the timeline: stacked areas of memory over the uses of chunks, and the moved bytes below."""
 
 from collections.abc import Mapping
 from itertools import groupby
@@ -7,8 +7,8 @@ from typing import Any
 from colossalai.cli._picture import unit_of
 from colossalai.zero.gemini import Iteration
 
-# From below: what stays, what comes and goes, what is not model data. Told apart also by who sees few colors
-# (Paul Tol's palette).
+# From the bottom: resident data, transient data, data that is not of the model. Paul Tol's palette, for
+# color-blind readers.
 _AREAS = {
     "section_bytes": ("sections", "#4477aa"),
     "state_bytes": ("optimizer states", "#66ccee"),
@@ -22,7 +22,7 @@ _SIZE = 11.0, 3.9  # inches: width, and height for each iteration
 
 
 def plot(path: str, iterations: Mapping[str, Iteration], title: str) -> None:
-    """Write a picture: for each iteration a pair of axes, what is there and what moves."""
+    """Write a picture with a pair of axes per iteration, for the memory and for the moved bytes."""
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -50,8 +50,8 @@ def plot(path: str, iterations: Mapping[str, Iteration], title: str) -> None:
 
 
 def _draw_areas(ax: Any, iteration: Iteration, unit: tuple[int, str]) -> None:
-    """Draw what is there from each use until the next, and the budget."""
-    moments = [*iteration.moments, iteration.moments[-1]]  # the last one lasts, too
+    """Draw the memory from each use until the next, and the budget."""
+    moments = [*iteration.moments, iteration.moments[-1]]  # gives the last moment a width
     sizes = [[getattr(moment, name) / unit[0] for moment in moments] for name in _AREAS]
     colors = [color for _, color in _AREAS.values()]
     ax.stackplot(range(len(moments)), sizes, step="post", colors=colors, linewidth=0)
@@ -71,7 +71,7 @@ def _draw_areas(ax: Any, iteration: Iteration, unit: tuple[int, str]) -> None:
 
 
 def _draw_moves(ax: Any, iteration: Iteration, most_moved: int) -> None:
-    """Draw what comes from below upwards, what goes there downwards."""
+    """Draw the bytes from the lower tier upwards, and the bytes to the lower tier downwards."""
     unit, name = unit_of(most_moved)
     moments = iteration.moments
     places = [place + 0.5 for place in range(len(moments))]

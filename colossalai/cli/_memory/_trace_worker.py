@@ -1,8 +1,8 @@
-"""What every rank of `colossalai memory --trace` runs: two iterations of a model under Gemini.
+"""Worker of `colossalai memory --trace`: every rank trains two iterations of a model under Gemini.
 
     python -m colossalai.cli._memory._trace_worker SETTINGS FOUND_FILE
 
-Rank 0 writes what it has seen for the process that started it; or why Gemini refuses.
+Rank 0 writes the timeline, or the error of Gemini, for the parent process.
 """
 
 import json
@@ -26,12 +26,12 @@ _NUM_ITERATIONS = 2
 
 
 def main(settings_text: str, found_file: str) -> None:
-    """Train, and write what was seen on rank 0."""
+    """Train, and write the timeline on rank 0."""
     get_dist_logger().set_level("WARNING")
     launch_from_torch({}, verbose=False)
     try:
         found = measure(TraceSettings(**json.loads(settings_text)))
-    except SmallBudgetError as error:  # every rank finds these
+    except SmallBudgetError as error:  # raised on all ranks
         found = {"needed": error.needed}
     except ValueError as error:
         found = {"refused": str(error)}
@@ -41,7 +41,7 @@ def main(settings_text: str, found_file: str) -> None:
 
 
 def measure(settings: TraceSettings) -> dict[str, Any]:
-    """Return the iterations of a model, as JSON has them.
+    """Return the iterations of a model as a dict for JSON.
 
     Raises:
         ValueError: Gemini refuses an option, or the budget is too small.
@@ -89,7 +89,7 @@ def _inputs(shape: ModelShape, model: nn.Module, settings: TraceSettings) -> Ten
 
 
 def _loss(output: Any, num_outputs: int) -> Tensor:
-    """Return the cross entropy with random labels, or where there are no logits a mean of squares."""
+    """Return the cross entropy with random labels, or the mean of squares of outputs without logits."""
     while not isinstance(output, Tensor):
         output = next(iter(output.values())) if isinstance(output, Mapping) else output[0]
     logits = output.float()

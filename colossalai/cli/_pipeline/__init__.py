@@ -1,4 +1,4 @@
-"""`colossalai pipeline`: what pipeline schedules cost, without running one."""
+"""`colossalai pipeline`: simulated cost of pipeline schedules."""
 
 from colossalai.cli._pipeline._command import PipelineOutput as PipelineOutput
 from colossalai.cli._pipeline._command import PipelineSettings as PipelineSettings

@@ -1,4 +1,4 @@
-"""Schedules in time, drawn with characters: a line for each rank, one scale for all schedules."""
+"""Text charts of schedules over time: a line per rank, with one scale for all schedules."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ _STYLES = {
 
 
 def show_charts(outcomes: Sequence[Outcome]) -> None:
-    """Print a chart of each schedule, the longest one up to the width of the terminal."""
+    """Print a chart of each schedule; the longest one has the width of the terminal."""
     console = Console(highlight=False)
     longest = max(outcome.timeline.step_time for outcome in outcomes)
     margin = len(f"rank {outcomes[0].timeline.schedule.num_ranks - 1} ")
@@ -39,7 +39,7 @@ def show_charts(outcomes: Sequence[Outcome]) -> None:
 
 
 def _shortest(timeline: Timeline) -> float:
-    """Return the shortest time of an action that takes any."""
+    """Return the shortest nonzero time of an action."""
     times = (span.end - span.start for spans in timeline.spans for span in spans)
     return min(time for time in times if time > 0)
 
@@ -67,7 +67,7 @@ def draw(timeline: Timeline, scale: float) -> list[Text]:
 
 @dataclass(frozen=True)
 class _Bar:
-    """An action from one character to before another; its width may be nothing."""
+    """An action in a line: its first character and its width, which can be 0."""
 
     action: Action
     start: int

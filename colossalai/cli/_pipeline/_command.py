@@ -1,4 +1,4 @@
-"""`colossalai pipeline`: check what is asked, simulate the schedules, and show what comes out."""
+"""`colossalai pipeline`: check the options, simulate the schedules, and print the outcomes."""
 
 import json
 import sys
@@ -14,17 +14,17 @@ from colossalai.pipeline import SCHEDULES, Costs, Schedule, make_schedule, read_
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """What to simulate.
+    """Settings of a simulation.
 
     Attributes:
-        num_ranks: Number of pipeline ranks; None: as many as the file has.
-        num_microbatches: Number of microbatches; None: as many as the file has.
-        names: Names of schedules; None: all, or none beside a file.
+        num_ranks: Number of pipeline ranks; None: from the file.
+        num_microbatches: Number of microbatches; None: from the file.
+        names: Names of schedules; None: all, or none if there is a file.
         num_chunks: Number of stages on a rank of the interleaved schedule.
-        file: A CSV file of actions.
+        file: Path of a CSV file of actions.
         forward: Time of the forward of a microbatch through a rank's share of the model.
-        backward: The same of the whole backward.
-        weight_grad: The same of the part of the backward that computes weight gradients; None: a half.
+        backward: Time of the whole backward.
+        weight_grad: Time of the part of the backward that computes weight gradients; None: a half.
         p2p: Time of a message.
         message_bytes: Size of a message; None: unknown.
     """
@@ -43,13 +43,13 @@ class PipelineSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineOutput:
-    """How to show it.
+    """Outputs of a simulation.
 
     Attributes:
-        plot_file: The path of a picture.
-        has_text: Also draw with characters.
-        has_steps: Also list what each rank does, messages included.
-        as_json: Print JSON in place of the table.
+        plot_file: Path of a picture.
+        has_text: Whether to draw text charts as well.
+        has_steps: Whether to list the steps of each rank as well, messages included.
+        as_json: Whether to print JSON in place of the table.
     """
 
     plot_file: str | None = None
@@ -59,7 +59,7 @@ class PipelineOutput:
 
 
 def compare(settings: PipelineSettings, output: PipelineOutput) -> None:
-    """Simulate schedules side by side and show step time, bubble, memory and messages.
+    """Simulate schedules and print a comparison of step time, bubble, memory and messages.
 
     Raises:
         ValueError: An option is missing or contradicts the schedule of the file, an output cannot be written,
@@ -80,7 +80,7 @@ def compare(settings: PipelineSettings, output: PipelineOutput) -> None:
 
 
 def stage_costs(schedule: Schedule, settings: PipelineSettings) -> Costs:
-    """Return the costs of stages: a rank's share of the model, cut evenly over the stages that it holds."""
+    """Return the costs of stages: a rank's share of the model, divided evenly over its stages."""
     parts = [len(schedule.stages_of(rank)) for rank in schedule.rank_of_stage]
     weight_grad = settings.weight_grad
     return Costs(
@@ -97,7 +97,7 @@ def _simulate(schedule: Schedule, settings: PipelineSettings) -> Outcome:
 
 
 def _choose(settings: PipelineSettings) -> list[Schedule]:
-    """Return the schedules that were asked for by name, and that of the file."""
+    """Return the schedules given by name, and the schedule of the file."""
     if settings.weight_grad is not None and settings.weight_grad > settings.backward:
         raise ValueError(
             f"--weight_grad {settings.weight_grad:g} is a part of --backward {settings.backward:g}, and "
@@ -119,7 +119,7 @@ def _choose(settings: PipelineSettings) -> list[Schedule]:
 
 
 def _agree(option: str, given: int | None, in_file: Sequence[int]) -> int:
-    """Return a number that is given, or in the file, or the same in both."""
+    """Return a number from the option or from the file; both have to agree."""
     if given is None and not in_file:
         raise ValueError(f"{option} is needed, or a schedule with --file")
     if given is not None and in_file and given != in_file[0]:

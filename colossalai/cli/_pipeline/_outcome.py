@@ -1,4 +1,4 @@
-"""Outcomes of schedules: what the simulation found of each, and the table of them."""
+"""Outcomes of simulated schedules, and their table."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from colossalai.pipeline import Timeline, lower
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """The figures of a schedule; tuples have a value for each rank.
+    """Figures of a schedule; tuples have a value per rank.
 
     Attributes:
-        timeline: When each action runs.
+        timeline: Timeline of the actions.
         message_bytes: Size of a message; None: unknown.
     """
 
@@ -36,7 +36,7 @@ class Outcome:
         return tuple(number * self.message_bytes for number in self.timeline.num_messages)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures under names, for JSON."""
+        """Return the figures as a dict for JSON."""
         timeline, schedule = self.timeline, self.timeline.schedule
         return {
             "schedule": self.name,
@@ -57,7 +57,7 @@ _MI = 2**20
 
 
 def show(outcomes: Sequence[Outcome]) -> None:
-    """Print a row for each schedule, and how to read it."""
+    """Print a table with a row per schedule, and a legend."""
     console = Console(highlight=False)
     schedule = outcomes[0].timeline.schedule
     has_bytes = outcomes[0].message_bytes is not None
@@ -79,7 +79,7 @@ def show(outcomes: Sequence[Outcome]) -> None:
 
 
 def show_steps(outcomes: Sequence[Outcome]) -> None:
-    """Print the lowered list of every rank of each schedule: what the executor runs."""
+    """Print the lowered list of every rank of each schedule, which the executor runs."""
     console = Console(highlight=False)
     for outcome in outcomes:
         console.print(f"\n{outcome.name}", markup=False)

@@ -1,4 +1,4 @@
-"""Schedules in time as a picture."""
+"""Picture of schedules over time."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,7 +7,7 @@ from colossalai.cli._pipeline._outcome import Outcome
 from colossalai.pipeline import Op
 from colossalai.pipeline.schedules import Span
 
-# Told apart also by who sees few colors (Paul Tol's palette).
+# Paul Tol's palette, for color-blind readers.
 _COLORS = {
     Op.FORWARD: ("forward", "#4477aa"),
     Op.BACKWARD: ("backward", "#aa3377"),
@@ -15,11 +15,11 @@ _COLORS = {
     Op.WEIGHT_GRAD: ("weight gradients", "#228833"),
 }
 _WIDTH = 14.0  # inches
-_NUMBERED_WIDTH = 0.18  # inches of an action that has room for its microbatch
+_NUMBERED_WIDTH = 0.18  # inches; smallest width of an action with the number of its microbatch
 
 
 def plot(outcomes: Sequence[Outcome], path: str) -> None:
-    """Write a picture: a row of axes for each schedule, a line for each rank, the same time axis for all."""
+    """Write a picture with a row of axes per schedule, a line per rank, and the same time axis for all."""
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
@@ -37,7 +37,7 @@ def plot(outcomes: Sequence[Outcome], path: str) -> None:
 
 
 def _draw(ax: Any, outcome: Outcome, longest: float) -> None:
-    """Draw every action as a bar; those of a rank's later chunks are lighter."""
+    """Draw every action as a bar; a rank's later chunks are lighter."""
     timeline, schedule = outcome.timeline, outcome.timeline.schedule
     for rank, spans in enumerate(timeline.spans):
         _draw_rank(ax, rank, spans, schedule.stages_of(rank), longest)
@@ -74,6 +74,6 @@ def _draw_rank(ax: Any, rank: int, spans: Sequence[Span], stages: tuple[int, ...
 
 
 def _lighter(color: str, share: float) -> tuple[float, ...]:
-    """Mix a color with white; a share of one leaves a fifth of it."""
+    """Mix a color with white; with a share of 1, a fifth of the color remains."""
     parts = (int(color[place : place + 2], 16) / 255 for place in (1, 3, 5))
     return tuple(part + (1 - part) * share * 0.8 for part in parts)
