@@ -63,11 +63,9 @@ class _Range(click.ParamType[tuple[int, int]]):
     default=2,
     show_default=True,
     metavar="W",
-    help="Steps that do not count.",
+    help="Steps before the measured ones.",
 )
-@click.option(
-    "--rounds", type=_POSITIVE, default=10, show_default=True, metavar="R", help="Steps that count."
-)
+@click.option("--rounds", type=_POSITIVE, default=10, show_default=True, metavar="R", help="Measured steps.")
 @click.option("--modes", metavar="M,...", help="Some of 1d, 2d, 2.5d, 3d; all that fit if not given.")
 @click.option(
     "--json", "json_file", metavar="FILE", help="Also write the results as JSON; - is stdout, without tables."
@@ -76,16 +74,23 @@ class _Range(click.ParamType[tuple[int, int]]):
 @click.option(
     "--serve", metavar="URL", help="Load a server of OpenAI's completions instead. The options below are its."
 )
-@click.option("--clients", type=_POSITIVE, default=16, show_default=True, help="That ask at the same time.")
+@click.option("--clients", type=_POSITIVE, default=16, show_default=True, help="Concurrent clients.")
 @click.option(
-    "--requests", type=_POSITIVE, metavar="N", help="All in all; 200 if there is no --duration, either."
+    "--requests",
+    type=_POSITIVE,
+    metavar="N",
+    help="Number of requests; 200 if there is no --duration, either.",
 )
 @click.option("--duration", type=_MORE_THAN_0, metavar="S", help="Seconds after which no request begins.")
 @click.option(
-    "--prompt-tokens", type=_Range(), default=(16, 192), metavar="LOW-HIGH", help="Of a prompt.  [16-192]"
+    "--prompt-tokens",
+    type=_Range(),
+    default=(16, 192),
+    metavar="LOW-HIGH",
+    help="Tokens of a prompt.  [16-192]",
 )
 @click.option(
-    "--new-tokens", type=_Range(), default=(8, 96), metavar="LOW-HIGH", help="Of an answer.  [8-96]"
+    "--new-tokens", type=_Range(), default=(8, 96), metavar="LOW-HIGH", help="Tokens of an answer.  [8-96]"
 )
 @click.option(
     "--rate",
@@ -93,8 +98,8 @@ class _Range(click.ParamType[tuple[int, int]]):
     metavar="R",
     help="Requests a second at random (Poisson) times; as soon as a client is free if not given.",
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of lengths, prompts and times.")
-@click.option("--model", metavar="NAME", help="What requests ask for; the first of /v1/models if not given.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of lengths, prompts and times.")
+@click.option("--model", metavar="NAME", help="Model name in requests; the first of /v1/models if not given.")
 @click.option("--api-key-file", metavar="FILE", help="A file with the key.")
 @click.pass_context
 def benchmark(
