@@ -14,7 +14,7 @@ from colossalai.context import Config, ConfigException, Mesh
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.runtime.methods import CompiledBlocks
-from colossalai.zero.gemini import InChunks
+from colossalai.zero.gemini import Gemini
 
 EAGER = {"backend": "eager"}
 
@@ -172,11 +172,11 @@ def test_a_pipeline_that_splits_its_backward_is_refused(schedule):
 
 def test_chunks_and_compiled_forwards_are_refused_before_the_model_changes():
     with pytest.raises(ValueError, match=r"compile and Gemini cannot be combined.*leave compile out"):
-        Plan(compile=EAGER, data=InChunks())
+        Plan(compile=EAGER, data=Gemini())
     model = Net()
     model.blocks[1].compile(backend="eager")
     with pytest.raises(ValueError, match=r"blocks\.1 was compiled by module\.compile\(\)"):
-        InChunks().check(model, [], blocks=[], replicas=None)
+        Gemini().check(model, [], blocks=[], replicas=None)
 
 
 def test_it_is_off_in_modes_that_communicate_inside_of_products(capfd):

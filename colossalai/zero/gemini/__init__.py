@@ -1,13 +1,13 @@
 """Gemini: ZeRO stage 3 in chunks of parameters, which are gathered where they are used.
 
 For users: `GeminiDDP`, `ZeroDDP`, `ZeroOptimizer`, `GeminiAdamOptimizer`, `ChunkManager`, `GeminiManager`,
-`ColoInitContext`, `get_static_torch_model`, `search_chunk_configuration`, `record_timeline` with what it
-finds (`Iteration`, `Moment`, `Phase`). The rest is for the package: what a chunk holds (`ChunkLayout`), how
-parameters are packed (`Packing`, `ChunkGroup`), which sizes are tried (`ChunkSizes`), and the data method
-(`InChunks`) and its documented options (`GeminiOptions`).
+`ColoInitContext`, `get_static_torch_model`, `search_chunk_configuration`, `record_timeline` and its
+results (`Iteration`, `Moment`, `Phase`). The rest is for the package: the layout of a chunk (`ChunkLayout`),
+the packing of parameters (`Packing`, `ChunkGroup`), the candidate sizes (`ChunkSizes`), the data method
+(`Gemini`) and its documented options (`GeminiOptions`).
 
-What moves chunks (`InChunks`) and its doors come when they are asked for: most jobs have no chunks, and
-`import colossalai` is to be quick.
+`Gemini` and the wrappers are imported on first access: most jobs have no chunks, and `import colossalai` has
+to be quick.
 """
 
 from functools import partial
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from colossalai.compat.chunk import ChunkManager as ChunkManager
     from colossalai.compat.chunk import GeminiManager as GeminiManager
     from colossalai.zero.gemini._hooks import handle_of as handle_of
-    from colossalai.zero.gemini._method import InChunks as InChunks
+    from colossalai.zero.gemini._method import Gemini as Gemini
     from colossalai.zero.gemini._state_dict import ordinary_copy as ordinary_copy
     from colossalai.zero.gemini._timeline import Iteration as Iteration
     from colossalai.zero.gemini._timeline import Moment as Moment
@@ -53,7 +53,7 @@ else:
         **NAMES[__name__],
         "handle_of": "colossalai.zero.gemini._hooks",
         "ordinary_copy": "colossalai.zero.gemini._state_dict",
-        "InChunks": "colossalai.zero.gemini._method",
+        "Gemini": "colossalai.zero.gemini._method",
         "Iteration": "colossalai.zero.gemini._timeline",
         "Moment": "colossalai.zero.gemini._timeline",
         "Phase": "colossalai.zero.gemini._timeline",

@@ -19,7 +19,7 @@ from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
-from colossalai.zero.gemini.planning import Home, OtherBytes, Period, ResidencePlan, Trace, Tracer
+from colossalai.zero.gemini.planning import EvictionPlan, Home, OtherBytes, Period, Trace, Tracer
 
 if TYPE_CHECKING:
     from colossalai.zero.gemini._method import AppliedChunks
@@ -31,17 +31,16 @@ class ChunkCache:
 
     Args:
         most_bytes: Limit of the bytes of gathered chunks; the chunks of one function can exceed it.
-        is_strict: Whether the chunks of one function must not exceed it.
+        is_strict: Whether the chunks of one function must not exceed it either.
 
     Attributes:
         chunks: All of them, in the order of initialization.
         most_bytes: As given.
-        tracer: The tracer, which records and plans iterations; None: the least recently used chunks are
-            evicted.
+        tracer: The tracer, which records and plans iterations; None: the least recently used chunks go.
         find_owner: Returns the applied data method; None if that has been freed.
-        present_bytes: Bytes of all gathered memory that is alive, including memory referenced by others.
-        peak_bytes: Maximum of it so far.
-        num_gathers: Number of gathered chunks so far.
+        present_bytes: Bytes of all gathered memory that is alive, including memory that only users reference.
+        peak_bytes: Maximum of `present_bytes` so far.
+        num_gathers: Number of chunks gathered so far.
         num_blocks: Number of open blocks of `gathered`.
         gathered_at: The chunks, by the storage of gathered memory that is alive.
         sections_at: The chunks, by the storage of their section.
@@ -67,7 +66,7 @@ class ChunkCache:
         Args:
             chunk: The chunk.
             home: Tier of its section.
-            states_home: Tier of its states.
+            states_home: Tier of its optimizer states.
 
         Raises:
             OSError: The disk has no room for it.
@@ -79,7 +78,7 @@ class ChunkCache:
         """Number the gathers of all chunks, which have been added; collective over the job's store.
 
         Args:
-            patience: Seconds that a gather waits until the reports of all ranks are requested.
+            patience: Seconds before a waiting gather requests the positions of all ranks.
         """
         self._positions = GatherPositions(self.chunks, patience=patience)
 
@@ -88,7 +87,7 @@ class ChunkCache:
         assert self.chunks, "a model without chunks has nothing to record"
         self.tracer = Tracer(self._make_counter(), plans=True)
 
-    def follow(self, plan: ResidencePlan, *, most_bytes: int) -> None:
+    def follow(self, plan: EvictionPlan, *, most_bytes: int) -> None:
         """Follow a plan from the next iteration on."""
         assert self.tracer is not None, "a plan is made from a trace"
         self.most_bytes = most_bytes
@@ -118,7 +117,7 @@ class ChunkCache:
             self.tracer.begin_forward(inputs)
 
     def end_forward(self) -> None:
-        """End `begin_forward`."""
+        """End the forward that `begin_forward` began."""
         self._is_evaluating = False
         if self.tracer is not None:
             self.tracer.end_forward()
@@ -164,7 +163,7 @@ class ChunkCache:
 
         Args:
             chunk: The chunk.
-            needed: Chunks that have to stay.
+            needed: Chunks that must not be evicted.
         """
         if chunk.whole is not None and chunk.num_uses > 0:
             return chunk.whole  # pinned: further uses of it are not recorded
@@ -173,6 +172,7 @@ class ChunkCache:
             held = self._held(needed)
             period = self.tracer.use(chunk.number, held, is_backward=_is_in_backward())
         if period is not None:
+            # Evict before the gather below allocates: the plan counts on this order.
             self._evict(other for other in list(self._present) if other.number not in period.present)
         if chunk.whole is None:
             if period is None and chunk not in self._coming:
@@ -211,7 +211,7 @@ class ChunkCache:
             self.tracer.end_step(self.present_bytes)
 
     def place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
-        """Let the section of a chunk go to another tier; between two iterations.
+        """Move the section of a chunk to another tier, between two iterations.
 
         Raises:
             OSError: The disk has no room for it.
@@ -223,18 +223,18 @@ class ChunkCache:
         self._place(chunk, home, states_home)
 
     def hold(self, chunks: Sequence[Chunk]) -> None:
-        """Gather chunks, in this order, and let them stay until `release`; collective."""
+        """Gather chunks, in this order, and pin them until `release`; collective."""
         for chunk in chunks:
             self.fetch(chunk, chunks)
             chunk.num_uses += 1
 
     def release(self, chunks: Sequence[Chunk]) -> None:
-        """End `hold`."""
+        """Release the chunks that `hold` pinned."""
         for chunk in chunks:
             chunk.num_uses -= 1
 
     def renew(self, chunk: Chunk) -> None:
-        """Free a whole that is out of date, or gather it anew if it is pinned; collective then."""
+        """Free a whole that is out of date, or gather it again if it is pinned (collective)."""
         if chunk in self._coming:
             self._coming.pop(chunk)[1]()  # wait for a gather in flight, whose values are out of date
         if chunk.is_cut:
@@ -244,7 +244,7 @@ class ChunkCache:
         if chunk.num_uses == 0:
             self._free(chunk)
             return
-        self._start_gather_into(chunk.whole, chunk)()
+        self._start_gather_into(chunk.whole, chunk)()  # gather again in place, and wait
         chunk.take_write()
 
     def note_loaded(self, chunk: Chunk) -> None:
@@ -253,7 +253,7 @@ class ChunkCache:
         self.renew(chunk)
 
     def end_backward_of(self, chunk: Chunk) -> None:
-        """Note that all gradients of a chunk have come, so that this backward needs it no more."""
+        """Free a chunk whose gradients are complete, unless it is pinned or a plan decides."""
         chunk.end_backward()
         is_held = self.num_blocks > 0 or chunk.num_uses > 0 or self._has_plan
         if chunk.state is ChunkState.READY_FOR_REDUCE and not is_held and chunk.is_apart:
@@ -261,9 +261,9 @@ class ChunkCache:
 
     @contextmanager
     def gathered(self, chunks: Sequence[Chunk] | None = None) -> Iterator[None]:
-        """Context in which values can be read and written; writes of any rank are then sent to all.
+        """Within the block, values can be read and written; writes of any rank are shared at its end.
 
-        All ranks enter and leave. If several have written to a chunk, the values of the lowest one count.
+        All ranks enter and leave. If several ranks wrote into a chunk, the values of the lowest rank count.
 
         Args:
             chunks: Those to gather; default: all.
@@ -293,7 +293,7 @@ class ChunkCache:
         if chunk not in self._coming:
             self._coming[chunk] = self._start_gather(chunk)
         whole, wait = self._coming.pop(chunk)
-        wait()
+        wait()  # for the sections of the other ranks; ends before a function reads `whole`
         return whole
 
     def _start_gather(self, chunk: Chunk) -> tuple[torch.Tensor, Callable[[], object]]:
@@ -314,14 +314,15 @@ class ChunkCache:
 
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
         chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
-        chunk.tiers.give_back([chunk.section])
+        chunk.tiers.give_back([chunk.section])  # pages of a section on disk, which `copy_` read
         if self.tracer is not None and chunk.home is not Home.COMPUTE:
             self.tracer.move(bytes_in=chunk.section.nbytes)
+        # All-gather over the ranks of the chunk, in place: this rank's section is already in `whole`.
         return self._positions.start(whole, chunk) if chunk.is_cut else lambda: None
 
     @staticmethod
     def _forget_storage(find: "weakref.ref[ChunkCache]", key: int, size: int) -> None:
-        """Record that gathered memory was freed; weakly, since finalizers hold their arguments."""
+        """Account for freed memory of a gather; weakly, since finalizers reference their function."""
         if (living := find()) is not None:
             del living.gathered_at[key]
             living.present_bytes -= size
@@ -372,7 +373,7 @@ class ChunkCache:
         return self.tracer is not None and self.tracer.is_followed
 
     def _held(self, needed: Collection[Chunk]) -> set[int]:
-        """Return the numbers of the chunks that stay: pinned, needed, or in referenced memory."""
+        """Return the numbers of the chunks that cannot be evicted: pinned, needed, or referenced."""
         held = {other.number for other in self._present if other.num_uses > 0}
         held |= {other.number for other in self.gathered_at.values() if other.whole is None}
         held -= {other.number for other in self._coming}
@@ -393,7 +394,7 @@ class ChunkCache:
         self._present.pop(chunk, None)
 
     def share_writes(self, chunks: Iterable[Chunk] | None = None) -> None:
-        """Copy writes of one rank in blocks of `gathered` to all ranks; collective.
+        """Copy the writes of one rank in blocks of `gathered` to all ranks; collective.
 
         Args:
             chunks: The chunks; default: those of the blocks that are open.
@@ -403,19 +404,20 @@ class ChunkCache:
             along.setdefault(chunk.layout.axis, []).append(chunk)
         for axis, shared in along.items():
             writers = [axis.rank if chunk.take_write() else axis.size for chunk in shared]
+            # Per chunk: this rank if it wrote, else the number of ranks. MIN gives the first writer.
             first = torch.tensor(writers, device=shared[0].section.device)
             for chunk, rank in zip(
                 shared, all_reduce_in_place(first, axis, dist.ReduceOp.MIN).tolist(), strict=True
             ):
                 if rank == axis.size:
                     continue
-                assert chunk.whole is not None, "a chunk stays in the block that has gathered it"
+                assert chunk.whole is not None, "a chunk is present in the block that gathered it"
                 if chunk.is_apart and not chunk.is_cut:
                     chunk.write_section()
-                if chunk.is_cut:
+                if chunk.is_cut:  # the writer sends the whole; each rank copies its section out of it
                     dist.broadcast(chunk.whole, src=axis.ranks[rank], group=axis.group)
                     chunk.section.copy_(chunk.layout.section(chunk.whole, axis.rank))
-                    chunk.take_write()  # values received from another rank do not count as a write
+                    chunk.take_write()  # received values are not a write of this rank
                 chunk.num_writes += 1
 
 

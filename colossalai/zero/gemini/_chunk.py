@@ -1,16 +1,16 @@
-"""Chunks: flat pieces of memory that hold consecutive parameters, each cut over the ranks that share them.
+"""Chunks: flat tensors of consecutive parameters, each sharded over the ranks that share them.
 
 [Note: the life of a chunk]
-A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters,
-and freed when room is needed, when all gradients of a backward have arrived, and after a step, which makes it
-out of date. `ChunkState` is the state of the whole:
+A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters.
+It is freed when room is needed, when all gradients of a backward are complete, and after a step, as its
+values are out of date then. `ChunkState` is the state of the whole:
 
 | state | the whole | next |
 | --- | --- | --- |
-| FREE | is not gathered | it is gathered: HOLD |
-| HOLD | is gathered, no function uses it | a use, the last gradient, or it is freed |
+| FREE | is not present | it is gathered: HOLD |
+| HOLD | is present, no function uses it | a use, the last gradient, or it is freed |
 | COMPUTE | a function uses it | the end of the use |
-| READY_FOR_REDUCE | is gathered; all gradients have arrived | it is freed, or a use of the next forward |
+| READY_FOR_REDUCE | is present; all gradients are complete | it is freed, or a use of the next forward |
 
 The tier of a chunk's section (device, host or disk) is independent of it, see `_tiers.py`.
 """
@@ -34,14 +34,14 @@ from colossalai.zero.gemini.planning import Home
 
 
 class ChunkState(Enum):
-    """State of the whole of a chunk; see [Note: the life of a chunk]."""
+    """State of the gathered whole of a chunk; see [Note: the life of a chunk]."""
 
     FREE = "free"
     COMPUTE = "compute"
     HOLD = "hold"
     READY_FOR_REDUCE = "ready for reduce"
 
-    __hash__ = object.__hash__  # `Enum`'s is a Python function, and every use calls it twice
+    __hash__ = object.__hash__  # `Enum.__hash__` is a Python function, and each use would call it twice
 
 
 _FREE, _COMPUTE, _HOLD = ChunkState.FREE, ChunkState.COMPUTE, ChunkState.HOLD
@@ -56,30 +56,30 @@ LEGAL_MOVES: dict[ChunkState, frozenset[ChunkState]] = {
 
 
 class Chunk:
-    """A chunk as one rank sees it.
+    """A chunk on one rank.
 
     Args:
         number: Its place in the order of initialization.
-        layout: Offsets of its parameters, and the sections of ranks.
+        layout: Offsets of its parameters, and bounds of the section of each rank.
         names: The names of its parameters.
         section: This rank's part of the values, flat, on the compute device.
-        master: The section in float32, if its parameters have masters.
-        tiers: Its possible tiers.
+        master: That in float32, if its parameters have masters.
+        tiers: The memory tiers of this rank.
 
     Attributes:
         number: As given.
         layout: As given.
         names: As given.
-        section: As given, in its present tier.
+        section: As given, in its current tier.
         master: As given, until optimizers have taken it.
-        device: Its compute device.
+        device: The compute device.
         tiers: As given.
         home: The tier of the section.
-        states_home: The tier of mean gradients, masters and states.
-        whole: All values, while they are gathered.
+        states_home: The tier of its mean gradients, master weights and optimizer states.
+        whole: All values while they are present.
         state: State of the whole.
-        num_uses: Number of functions, and of blocks that gather it, that need it now.
-        num_writes: Number of writes except by optimizers; its section has the values.
+        num_uses: Number of functions, and blocks that gather it, that need it now.
+        num_writes: Number of writes other than those of optimizers; its section has the values.
         views: The values of parameters as views of `whole`, which callers do not pass on; by their number.
     """
 
@@ -106,7 +106,7 @@ class Chunk:
         self.num_uses = self.num_writes = 0
         self.names = names
         self._mean_on_disk: torch.Tensor | None = None
-        self._version = 0  # version of `whole` when it last agreed with the sections
+        self._version = 0  # of `whole`, when it last matched the sections
         self.views: dict[int, torch.Tensor] = {}
 
     @property
@@ -130,21 +130,21 @@ class Chunk:
         Raises:
             OSError: The disk has no room for it.
         """
-        assert self.whole is None, f"chunk {self.number} is present, and its section goes elsewhere"
+        assert self.whole is None, f"chunk {self.number} is present, so its section cannot move"
         self.section = self.tiers.keep(self.section, home)
         if self.master is not None:
             self.master = self.tiers.keep(self.master, states_home)
         self.home, self.states_home = home, states_home
 
     def write_section(self) -> None:
-        """Copy writes to the whole into the section; one rank has all of it."""
+        """Copy writes into the whole to the section, on the one rank that has all of it."""
         assert self.whole is not None, f"chunk {self.number} is not present"
         self.section.copy_(self.whole)
         self.tiers.give_back([self.section])
         self.take_write()
 
     def keep_mean(self, mean: torch.Tensor) -> torch.Tensor:
-        """Return a mean gradient of the section where states lie; on disk in the same place every time."""
+        """Return a mean gradient of the section in the tier of the states; on disk in the same place."""
         if self.states_home is not Home.DISK:
             return self.tiers.keep(mean, self.states_home)
         if self._mean_on_disk is None or self._mean_on_disk.dtype != mean.dtype:
@@ -155,12 +155,12 @@ class Chunk:
         return self._mean_on_disk
 
     def fragment(self, index: int) -> torch.Tensor:
-        """Return this rank's part of the values of a parameter, flat, in its present tier."""
+        """Return this rank's part of the values of a parameter, flat, in its current tier."""
         begin, end = self.layout.place(index, self.layout.axis.rank)
         return self.section[begin:end]
 
     def take_master(self, index: int) -> torch.Tensor | None:
-        """Give away this rank's part of the master of a parameter, flat; None: there is none."""
+        """Transfer this rank's part of the master of a parameter to the caller, flat. None: no master."""
         if self.master is None:
             return None
         begin, end = self.layout.place(index, self.layout.axis.rank)
@@ -175,11 +175,11 @@ class Chunk:
         return self.names[next(n for n, own in enumerate(self.layout.params) if own is param)]
 
     def move(self, state: ChunkState, *, name: str = "") -> None:
-        """Go on to another state.
+        """Change the state.
 
         Args:
             state: The next one.
-            name: Of the parameter for whose sake, if it is for one.
+            name: Name of the parameter that causes the move, for the error message.
         """
         assert state in LEGAL_MOVES[self.state], (
             f"chunk {self.number} ({name or ', '.join(self.names)}) is {self.state.value}, "
@@ -194,7 +194,7 @@ class Chunk:
         self.move(ChunkState.HOLD)
 
     def free(self) -> None:
-        """Free the whole; its memory is returned when no other reference remains."""
+        """Free the whole; its memory is returned with the last reference."""
         self.move(ChunkState.FREE)
         self.whole = None
         self.views.clear()
@@ -206,30 +206,30 @@ class Chunk:
         return view
 
     def begin_use(self, name: str) -> None:
-        """Note that a function begins to use it, for the sake of a parameter."""
+        """Count a function that begins to use it, because of a parameter."""
         if self.num_uses == 0:
             self.move(ChunkState.COMPUTE, name=name)
         self.num_uses += 1
 
     def end_use(self) -> bool:
-        """Note that a function has used it; return whether there is a write that was not taken."""
+        """Count the end of a use; return whether a write is pending."""
         self.num_uses -= 1
         if self.num_uses == 0:
             self.move(ChunkState.HOLD)
         return self.whole is not None and self.whole._version != self._version
 
     def end_backward(self) -> None:
-        """Note that all gradients of its parameters have come, if its whole is there."""
+        """Mark the gradients of its parameters as complete, if the whole is present."""
         if self.state is ChunkState.HOLD:
             self.move(ChunkState.READY_FOR_REDUCE)
 
     @property
     def is_written(self) -> bool:
-        """Whether the whole was written since it was gathered, or since `take_write`."""
+        """Whether the whole was written since it was gathered or since the last `take_write`."""
         return self.whole is not None and self.whole._version != self._version
 
     def take_write(self) -> bool:
-        """Return whether the whole was written since it was gathered, or since the last call."""
+        """Return whether a write is pending, and clear it."""
         was_written = self.is_written
         if self.whole is not None:
             self._version = self.whole._version
@@ -237,7 +237,7 @@ class Chunk:
 
 
 class ChunkKind(NamedTuple):
-    """Common properties of the parameters of a chunk."""
+    """Common properties of the parameters of a chunk after `ArrivingParams.bring`."""
 
     dtype: torch.dtype
     grad_dtype: torch.dtype
@@ -259,12 +259,12 @@ def lay_out_chunks(
     sizes: ChunkSizes,
     filters_outliers: bool,
 ) -> dict[FlatBucket, ChunkKind]:
-    """Lay parameters out in chunks, in the order of initialization; log the result of the search.
+    """Lay parameters out in chunks, in the order of initialization, and log the result of the search.
 
     Args:
         params: The parameters; they need no values yet.
         parts: The parts of the model whose gradients are complete together.
-        arriving: Their future values.
+        arriving: Their final dtypes and devices.
         replicas: The ranks that see different parts of the batch.
         sizes: The sizes that are tried.
         filters_outliers: Whether parameters that are outliers in size have chunks of their own.
@@ -321,12 +321,12 @@ def make_chunk(
     replicas: Axis,
     tiers: TierMemory,
 ) -> Chunk:
-    """Let the parameters of a chunk come, and return it with this rank's section of them; collective.
+    """Materialize the parameters of a chunk, and return it with this rank's section; collective.
 
-    The parameters still have the whole, as every rank has it; nothing else does.
+    The parameters themselves still have all values on every rank.
     """
     arriving.bring(layout.params)
-    broadcast_from_first(layout.params, replicas)
+    broadcast_from_first(layout.params, replicas)  # before the cast, so that masters are equal on all ranks
     masters = arriving.cast(layout.params)
     first = layout.params[0]
     size = layout.section_sizes[layout.axis.rank]

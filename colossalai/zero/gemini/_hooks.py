@@ -1,6 +1,6 @@
-"""Hooks: detection of uses of parameters in chunks, and of their views saved for the backward.
+"""Hooks: gather chunks when torch uses their parameters, and keep views out of the autograd graph.
 
-[Note: how a use is seen]
+[Note: interception of uses]
 A parameter of a model under Gemini becomes a `ChunkedParameter`: the same object, of another class, with one
 NaN in the place of its memory. Every function of torch that takes it calls `__torch_function__` of its class.
 Inside a module's forward, a backward or a recomputation the function gets a view of the gathered chunk
@@ -13,9 +13,9 @@ such as that of `nn.LSTM`, hooks. A new object would leave them with the old one
 
 [Note: saved views]
 Views that autograd saves for the backward would keep their chunk's memory. `saved_tensors_hooks` recognize
-them by their storage, keep their offset in the chunk, and fetch the chunk again when the backward needs it.
-A tensor that other hooks have saved (torch's checkpoint has hooks of its own, inside these) keeps its memory,
-and counts as long as it does.
+them by their storage, save their offset in the chunk, and fetch the chunk again when the backward needs it.
+A tensor saved by other hooks (torch's checkpoint has its own hooks inside these) keeps its memory, and is
+counted until it is freed.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -44,7 +44,7 @@ _SavedView = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # chunk, sizes, str
 
 @dataclass(frozen=True, eq=False)
 class ParamHandle:
-    """All that a use of a parameter needs, put together once.
+    """The fields that a use of a parameter reads, set once.
 
     Attributes:
         hooks: The hooks of its model.
@@ -96,7 +96,7 @@ class _Loaded:
 
 
 class ModelHooks:
-    """The hooks of a model in chunks: of its modules, of its parameters, and of saved tensors.
+    """The hooks of a model in chunks: on its modules, parameters and saved tensors.
 
     Args:
         cache: The chunks.
@@ -110,17 +110,19 @@ class ModelHooks:
     def __init__(self, cache: ChunkCache) -> None:
         self.cache = cache
         self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
-        self._by_placeholder: dict[int, ParamHandle] = {}  # by the storage of the placeholder
+        self._by_placeholder: dict[
+            int, ParamHandle
+        ] = {}  # by the storage of the placeholder of the parameter
         self._depth = 0  # of forwards, one in the other
         self._has_saved_hooks = False
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelHooks":
-        """Return it itself: a copy of a model has ordinary parameters, and hooks that lead here."""
+        """Return `self`: a copy of a model has ordinary parameters, and its hooks refer to this object."""
         return self
 
     def add(self, chunk: Chunk, names: Mapping[nn.Parameter, str]) -> None:
-        """Put the parameters of a chunk into it, which has their values; their own memory is freed.
+        """Replace the memory of the parameters of a chunk, which has their values, by placeholders.
 
         Args:
             chunk: The chunk.
@@ -132,7 +134,7 @@ class ModelHooks:
             param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
             setattr(param, CHUNK_PLACE, handle)
             set_flat_values(param, handle.held)
-            param.__class__ = ChunkedParameter  # See [Note: how a use is seen]
+            param.__class__ = ChunkedParameter  # See [Note: interception of uses]
             self._by_placeholder[param.untyped_storage()._cdata] = handle
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -141,14 +143,14 @@ class ModelHooks:
         if self._depth > 1:
             return
         refuse_transformations("a forward of a model in chunks")  # `leave` is called in any case
-        # Not in a recomputation: torch's checkpoint counts the saved tensors in it, by hooks of its own.
+        # Not in a recomputation: the hooks of torch's checkpoint count the tensors that it saves.
         if not _is_in_backward():
             self._saved_hooks.__enter__()
             self._has_saved_hooks = True
             self.cache.begin_forward((args, kwargs), is_training=torch.is_grad_enabled())
 
     def leave(self, *_: Any) -> None:
-        """End `enter`."""
+        """End the forward that `enter` began."""
         self._depth -= 1
         if self._depth == 0 and self._has_saved_hooks:
             self._saved_hooks.__exit__()
@@ -156,7 +158,7 @@ class ModelHooks:
             self.cache.end_forward()
 
     def is_use(self) -> bool:
-        """Return whether functions get values now: in a forward, a backward or `gathered`."""
+        """Return whether values can be used now: in a forward, a backward or `gathered`."""
         return self._depth > 0 or self.cache.num_blocks > 0 or _is_in_backward()
 
     def view_in_module(self, param: nn.Parameter) -> torch.Tensor | None:
@@ -167,7 +169,7 @@ class ModelHooks:
         return None
 
     def _pack(self, tensor: torch.Tensor) -> "torch.Tensor | _SavedView":
-        """Return the offset of a saved tensor in its chunk, or itself; see [Note: saved views]."""
+        """Return the offset of a saved tensor in its chunk, or the tensor; see [Note: saved views]."""
         if tensor.layout is not torch.strided:
             return tensor
         storage = tensor.untyped_storage()._cdata
@@ -189,11 +191,12 @@ class ModelHooks:
         if isinstance(packed, torch.Tensor):
             return packed
         chunk, size, stride, offset = packed
+        # Gathers the chunk if it was freed: all ranks unpack in the order of their backward.
         return torch.as_strided(self.cache.fetch(chunk), size, stride, offset)
 
 
 class ChunkedParameter(nn.Parameter):
-    """A parameter whose values lie in a chunk; see [Note: how a use is seen]."""
+    """A parameter whose values are in a chunk; see [Note: interception of uses]."""
 
     @classmethod
     def __torch_function__(
@@ -203,7 +206,7 @@ class ChunkedParameter(nn.Parameter):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Answer, refuse, or call a function of torch that gets parameters of this class."""
+        """Call a function of torch on views of the gathered chunks, or raise outside of a use."""
         kwargs = kwargs or {}
         if func in _WITHOUT_VALUES and not _has_values_from(args, kwargs):
             with torch._C.DisableTorchFunctionSubclass():
@@ -234,7 +237,7 @@ class ChunkedParameter(nn.Parameter):
                 cache.take_write(chunk, name)
 
     def __repr__(self) -> str:  # type: ignore[override]
-        """Describe it; its values are shown inside of `gathered()`."""
+        """Return a description, with the values inside of `gathered()`."""
         handle = handle_of(self)
         if handle.hooks.is_use():
             return str(super().__repr__())
@@ -259,12 +262,12 @@ def handle_of(param: torch.Tensor) -> ParamHandle:
 
 
 def is_chunked(param: object) -> bool:
-    """Return whether the values of a parameter lie in a chunk."""
+    """Return whether the values of a parameter are in a chunk."""
     return type(param) is ChunkedParameter
 
 
 def refuse_modules(model: nn.Module) -> None:
-    """Refuse modules whose uses of parameters cannot be seen, or change them.
+    """Refuse modules whose uses of parameters cannot be intercepted.
 
     Raises:
         ValueError: A module of `model` is compiled, gives sparse gradients, or writes into its weight.
@@ -356,7 +359,7 @@ def _is_in_backward() -> bool:
 
 
 def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], handle: ParamHandle) -> None:
-    """Raise where a function gets no values, or where its writes would be lost.
+    """Raise if a function would get no values, or if its writes would be lost.
 
     Raises:
         RuntimeError: `func` is called outside of a use, sets the memory of a parameter, writes into a leaf of
@@ -391,4 +394,4 @@ def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], handle: 
 
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WITHOUT_VALUES = ASKING_NO_VALUES | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
-"""Functions that get their first argument as it is."""
+"""Functions whose first argument is passed unchanged."""

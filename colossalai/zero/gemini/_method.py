@@ -1,4 +1,4 @@
-"""Gemini as a way of data parallelism: ZeRO stage 3 (1910.02054) in chunks of parameters.
+"""Gemini, a data-parallel method: ZeRO stage 3 (1910.02054) in chunks of parameters.
 
 Every rank holds a section of each chunk: of the values, of the mean gradient, of the optimizer's states. Per
 rank, with Psi parameters on n ranks, bytes p, g and s per element of parameters, gradients and optimizer
@@ -6,8 +6,8 @@ states (masters included):
 
     (p + g + s) Psi / n,  plus at most two gathered chunks and two full gradients of chunks
 
-Under float32 masters means are float32, so g is 4. One of the two gradients is being averaged and one is
-being filled; a 16-bit one in the average has receive buffers of (n-1)/n of its size, and a sum in float32.
+Under float32 masters means are float32, so g is 4. Of the two gradients one is averaged while the
+other is filled; averaging a 16-bit one takes receive buffers of (n-1)/n of its size, and a sum in float32.
 
 Each step sends (n-1)/n of the parameters in the forward and in the backward, and (n-1)/n of the gradients.
 """
@@ -44,7 +44,7 @@ from colossalai.zero._shards import Shards
 from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import LATE, lay_out_chunks, make_chunk
 from colossalai.zero.gemini._hooks import ModelHooks, handle_of, is_chunked, refuse_modules
-from colossalai.zero.gemini._lodging import Lodging, assumed_state_bytes
+from colossalai.zero.gemini._placement import ChunkPlacement, assumed_state_bytes
 from colossalai.zero.gemini._positions import PATIENCE_S
 from colossalai.zero.gemini._search import ChunkSizes
 from colossalai.zero.gemini._section_weights import deal_out_cut_params, weights_in
@@ -52,30 +52,29 @@ from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini._timeline import ChunkContents, ChunkTimeline, contents_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
-from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, PlacementPolicy, ResidencePlan, Trace
+from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, EvictionPlan, PlacementPolicy, Trace
 
 
 @dataclass(frozen=True, kw_only=True)
-class InChunks(DataMethod):
+class Gemini(DataMethod):
     """Every rank holds a section of each chunk of parameters; a chunk is gathered where it is used.
 
     Attributes:
         sizes: The sizes of chunks that are tried.
         filters_outliers: Whether parameters that are outliers in size have chunks of their own.
-        placement_policy: Placement of sections and optimizer states; one of the names in
-            `PLACEMENT_POLICIES`.
-        memory_budget: Bytes that model data and the rest may take on the compute device; None: no bound.
-        host_budget: Bytes that model data may take in host memory; None: no bound.
-        warmup_ratio: The part of the budget that model data has in the first iteration.
-        gpu_margin_mem_ratio: The part of the device's remaining memory for optimizer states.
+        placement_policy: Tiers of sections and optimizer states; one of the names in `PLACEMENT_POLICIES`.
+        memory_budget: Limit in bytes of all memory on the compute device. None: no bound.
+        host_budget: Limit in bytes of model data in host memory. None: no bound.
+        warmup_ratio: Fraction of the budget for model data in the first iteration.
+        gpu_margin_mem_ratio: Fraction of the remaining device memory for optimizer states.
         offload_dir: Folder of the disk tier.
         pin_memory: Whether sections in host memory are pinned; no effect without an accelerator.
-        whole_modules: Names of modules, or classes, that all ranks gather at their entry, since ranks can
-            differ inside.
-        is_strict: Whether parameters that tensor parallelism has cut are refused.
+        whole_modules: Names or classes of modules that all ranks gather at their entry, so that the ranks
+            can differ inside.
+        is_strict: Whether parameters sharded by tensor parallelism are refused.
         keeps_grads: Whether the gradients of several backwards add up whole, and are averaged in the last
             one, as with stage 1: in a pipeline, whose microbatches leave no time to average each.
-        patience: Seconds that a gather waits until the reports of all ranks are requested.
+        patience: Seconds before a waiting gather requests the positions of all ranks.
         broadcast_buffers: Give all replicas the floating buffers of the first one before each step.
     """
 
@@ -140,7 +139,7 @@ class InChunks(DataMethod):
         return not self.keeps_grads
 
     def allows_float32_grads(self, replicas: Axis) -> bool:
-        """See the base class: they have the size of the parameters, as the memory formulas assume."""
+        """See the base class: gradients have the size of parameters in the budget."""
         return False
 
     def check(
@@ -170,8 +169,8 @@ class InChunks(DataMethod):
         """Refuse an optimizer that cannot have sections, or whose states two mechanisms would put on disk.
 
         Raises:
-            ValueError: `optimizer` clips by a norm of its own or treats all parameters as one vector, or puts
-                its states on disk itself while an option here also offloads them.
+            ValueError: `optimizer` clips by a norm of its own or treats all parameters as one vector, or its
+                states go to disk by itself, and to another tier by an option here.
         """
         refuse_cut_parameters(optimizer)
         if replicas.size > 1:
@@ -195,7 +194,7 @@ class InChunks(DataMethod):
     def apply(
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
-        """See the base class; the parameters of `module` stay the same objects, without memory."""
+        """See the base class; the parameters of `module` are the same objects, without memory."""
         device = arriving.device
         if self.pin_memory and device.type == "cpu":
             get_dist_logger().log_once("pin_memory has no effect: there is no accelerator", ranks=[0])
@@ -219,7 +218,7 @@ class AppliedChunks(AppliedDataMethod):
         module: The module itself.
         options: The options.
         replicas: The replicas.
-        tiers: Possible tiers of chunks.
+        tiers: The memory tiers of this rank.
         arriving: The parameters.
     """
 
@@ -228,7 +227,7 @@ class AppliedChunks(AppliedDataMethod):
     def __init__(
         self,
         module: nn.Module,
-        options: InChunks,
+        options: Gemini,
         replicas: Axis,
         tiers: TierMemory,
         arriving: ArrivingParams,
@@ -247,25 +246,25 @@ class AppliedChunks(AppliedDataMethod):
             filters_outliers=options.filters_outliers,
         )
         dtypes = {layout: kind.dtype for layout, kind in layouts.items()}
-        self._lodging = Lodging(dtypes, options.policy(), tiers, replicas)
+        self._placement = ChunkPlacement(dtypes, options.policy(), tiers, replicas)
         self.cache = ChunkCache(
-            most_bytes=self._lodging.chunk_budget, is_strict=options.memory_budget is not None
+            most_bytes=self._placement.chunk_budget, is_strict=options.memory_budget is not None
         )
         # Weakly: parameters lead to the cache, and hooks on nodes of the graph, which the garbage collector
         # does not see, lead to parameters.
         self.cache.find_owner = weakref.ref(self)
         self.hooks = ModelHooks(self.cache)
-        if self._lodging.is_bounded:
+        if self._placement.is_bounded:
             tiers.map_large_blocks()
         for number, layout in enumerate(layouts):
             chunk = make_chunk(number, layout, names, arriving, replicas, tiers)
             self.hooks.add(chunk, names)
-            self.cache.add(chunk, *self._lodging.homes_of(number))
-            if self._lodging.is_bounded:
-                tiers.give_back_freed()  # memory of its former parameters
+            self.cache.add(chunk, *self._placement.homes_of(number))
+            if self._placement.is_bounded:
+                tiers.give_back_freed()  # the freed memory of its parameters
         arriving.end()
         self.cache.start_gathers(patience=options.patience)
-        if self._lodging.is_bounded:
+        if self._placement.is_bounded:
             self.cache.start_planning()
         self._chunk_of = {chunk.layout: chunk for chunk in self.cache.chunks}
         trained = {layout: kind.part for layout, kind in layouts.items() if kind.is_trained}
@@ -282,7 +281,7 @@ class AppliedChunks(AppliedDataMethod):
             dtype=None,
             on_full=lambda layout: self.cache.end_backward_of(self._chunk_of[layout]),
             keep=None if options.keeps_grads else self._keep_mean,
-            max_in_flight=1,  # and one more that gradients are added to
+            max_in_flight=1,  # while one more chunk accumulates gradients
         )
         raw = module.module if isinstance(module, PrecisionModule) else module
         WholeModules(find_modules(raw, options.whole_modules), self.hooks, self._reducer)
@@ -298,7 +297,7 @@ class AppliedChunks(AppliedDataMethod):
         self._trace: Trace | None = None  # that was recorded, until it is planned from
 
     def set_state_margin(self, ratio: float) -> None:
-        """Assign a part of the device's remaining memory to states, from the next plan on.
+        """Give states a fraction of the remaining device memory, from the next plan on.
 
         Raises:
             ValueError: An optimizer keeps its states on disk itself.
@@ -307,10 +306,10 @@ class AppliedChunks(AppliedDataMethod):
         for optimizer in self._shards:
             options.check_optimizer(optimizer, self._replicas)
         _warn_of_margin(self.cache.chunks[0].device)
-        self._lodging.set_state_margin(ratio)
+        self._placement.set_state_margin(ratio)
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """See the base class; but in a pipeline every backward averages: whole gradients have no room."""
+        """See the base class; in a pipeline every backward averages, as whole gradients have no room."""
         self._reducer.set_sync(enabled, part=part)
 
     def finish(self) -> None:
@@ -361,7 +360,7 @@ class AppliedChunks(AppliedDataMethod):
         return set().union(*(held for other, held in self._held.items() if other is not optimizer))
 
     def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
-        """See the base class; parameters in a chunk with one of `params` are gathered, too."""
+        """See the base class; parameters that share a chunk with one of `params` are gathered as well."""
         if params is None:
             return self.cache.gathered()
         wanted = {handle_of(param).chunk for param in params}
@@ -374,7 +373,7 @@ class AppliedChunks(AppliedDataMethod):
     def load_state_dict(
         self, raw: nn.Module, content: Mapping[str, Any], *, strict: bool = True, assign: bool = False
     ) -> Any:
-        """See the base class; nothing is gathered, since each rank copies the values of its sections."""
+        """See the base class; nothing is gathered, as each rank copies into its own sections."""
         if assign:
             raise ValueError(
                 "assign=True puts new parameters into the model, and those it has lie in chunks: leave it out"
@@ -384,10 +383,10 @@ class AppliedChunks(AppliedDataMethod):
     @property
     def memory_budget(self) -> int | None:
         """Bytes of the compute tier for all memory; None: no bound."""
-        return self._lodging.memory_budget
+        return self._placement.memory_budget
 
     def contents(self) -> list[ChunkContents]:
-        """Return the present sizes of this rank's data of each chunk."""
+        """Return the bytes of each chunk on this rank."""
         return contents_of(self.cache.chunks, self._reducer, self._shards)
 
     def set_timeline(self, timeline: ChunkTimeline | None) -> None:
@@ -427,6 +426,7 @@ class AppliedChunks(AppliedDataMethod):
         tracer = self.cache.tracer
         if self._trace is not None or tracer is None or tracer.trace is None:  # alike on all ranks
             return
+        # One byte, MAX over the replicas: all of them plan again, or none does.
         has_grown = torch.tensor(tracer.has_grown, dtype=torch.uint8, device=self.cache.chunks[0].device)
         if not all_reduce_in_place(has_grown, self._replicas, dist.ReduceOp.MAX).item():
             return
@@ -442,16 +442,16 @@ class AppliedChunks(AppliedDataMethod):
         else:
             self._follow(plan)
 
-    def _plan_from(self, trace: Trace) -> ResidencePlan:
+    def _plan_from(self, trace: Trace) -> EvictionPlan:
         names = [chunk.names for chunk in self.cache.chunks]
-        return self._lodging.plan(trace, self._state_bytes(), names=names)
+        return self._placement.plan(trace, self._state_bytes(), names=names)
 
-    def _follow(self, plan: ResidencePlan) -> None:
+    def _follow(self, plan: EvictionPlan) -> None:
         for number, chunk in enumerate(self.cache.chunks):
-            self.cache.place(chunk, *self._lodging.homes_of(number))
+            self.cache.place(chunk, *self._placement.homes_of(number))
         for other, shards in self._shards.items():
             shards.settle(other)
-        self.cache.follow(plan, most_bytes=self._lodging.chunk_budget)
+        self.cache.follow(plan, most_bytes=self._placement.chunk_budget)
 
     def _state_bytes(self) -> dict[FlatBucket, float]:
         """Return for each trained chunk the bytes of states for an element of this rank's section."""

@@ -1,4 +1,4 @@
-"""Documented options of Gemini, for every interface, with their checks."""
+"""The documented options of Gemini, for plugins, wrappers and config: defaults and validation."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.zero.gemini._search import DEFAULT_INTERVAL, ChunkSizes
 
 if TYPE_CHECKING:
-    from colossalai.zero.gemini._method import InChunks
+    from colossalai.zero.gemini._method import Gemini
     from colossalai.zero.gemini._whole_modules import ModuleChoice
 
 _PRECISIONS = ("fp16", "bf16", "fp32")
@@ -25,7 +25,7 @@ _SCALER = (
 
 @dataclass(frozen=True, kw_only=True)
 class GeminiOptions:
-    """Options of users; see `GeminiPlugin` for their meaning."""
+    """The options of users; see `GeminiPlugin` for their meaning."""
 
     device: torch.device | str | int | None = None
     placement_policy: str = "cpu"
@@ -73,13 +73,13 @@ class GeminiOptions:
             )
         self._chunk_sizes()
 
-    def method(self, *, in_pipeline: bool = False) -> "InChunks":
+    def method(self, *, in_pipeline: bool = False) -> "Gemini":
         """Return the data method, for a whole model or for the stages of a pipeline."""
-        # Here, so that plugins and config can use the options without importing the method (20 modules).
-        from colossalai.zero.gemini._method import InChunks
+        # Imported here, so that plugins and config can name the options without loading Gemini (20 modules).
+        from colossalai.zero.gemini._method import Gemini
         from colossalai.zero.gemini._whole_modules import check_choices
 
-        return InChunks(
+        return Gemini(
             sizes=self._chunk_sizes(),
             placement_policy=self.placement_policy,
             memory_budget=self.memory_budget,

@@ -1,9 +1,9 @@
 """Packing: parameters, in the order of their initialization, in chunks of one size.
 
-A chunk holds parameters one after the other and is cut into sections of equal length, one for each rank. All
-chunks shared by several parameters have one size, so that the memory of one can be used for another; the
-empty rest at their ends is waste. A layout is counted in elements and is the same in every dtype; nothing
-here has memory or a process group.
+A chunk holds consecutive parameters and is sharded into sections of equal length, one for each rank. All
+chunks shared by several parameters have one size, so that they can reuse memory; the unused elements at their
+ends are waste. A layout is counted in elements and is the same in every dtype; this file has no memory and no
+process group.
 """
 
 from collections.abc import Collection, Sequence
@@ -16,9 +16,9 @@ class ChunkLayout:
 
     Attributes:
         params: Positions of the parameters in the packed sequence, in the order of their offsets.
-        starts: Offset of each parameter, in elements.
+        starts: Offset of each parameter in elements.
         size: Number of elements of the chunk, a multiple of the number of ranks.
-        num_used: Number of elements of parameters; the rest at the end is padding.
+        num_used: Number of elements of parameters; the unused ones are at the end.
     """
 
     params: tuple[int, ...]
@@ -41,12 +41,12 @@ class Packing:
 
     @property
     def num_used(self) -> int:
-        """Number of elements that parameters take."""
+        """Number of elements of parameters."""
         return sum(chunk.num_used for chunk in self.chunks)
 
     @property
     def num_wasted(self) -> int:
-        """Number of elements that stay empty."""
+        """Number of unused elements."""
         return sum(chunk.size - chunk.num_used for chunk in self.chunks)
 
 
@@ -63,7 +63,7 @@ def pack(
         numels: Number of elements of each parameter, in the order of initialization.
         chunk_size: Number of elements of a chunk, a multiple of `num_ranks`.
         num_ranks: Number of ranks over which each chunk is cut.
-        alone: Positions of parameters that have a chunk of their own, at any size.
+        alone: Positions of parameters that have their own chunk regardless of their size.
 
     Raises:
         ValueError: `chunk_size` is not a positive multiple of `num_ranks`, or one of `numels` is negative.

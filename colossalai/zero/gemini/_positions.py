@@ -1,22 +1,21 @@
-"""Positions of this rank in the order of gathers, which must be the same on all ranks of an axis.
+"""Positions: checks that all ranks of an axis gather chunks in the same order.
 
-A gather is a collective at the place where a module uses a parameter. A rank that runs a forward more, or
-uses modules in another order, would wait for ever, or, since chunks have one size, take another chunk's
-values for this one's.
+A gather is a collective issued when a module uses a parameter. A rank that runs an additional forward, or
+uses modules in another order, would wait forever, or, since chunks have one size, receive the values of
+another chunk.
 
-[Note: two gathers are never taken for each other]
+[Note: stamps of gathers]
 Each gather has a *stamp*: the number of its chunk among those of all models along the axis, the number of
-writes to its sections, and the number of gathers of the model. It is the tag of messages, so only those of
-one stamp are matched, and none of gradients. Collectives through shared memory have it in the header that
-ranks compare
-anyway. NCCL has no tags: there one additional byte over the group's other library carries it. On CPU nothing
-is sent for the stamp.
+writes of its sections, and the number of gathers of the model. Messages carry it as their tag, so only
+messages of one stamp match, and never those of gradients. Collectives through shared memory carry it in the
+header that ranks compare anyway. NCCL has no tags: there one byte over the group's other library carries it,
+in addition to the data. On CPU the stamp sends nothing.
 
-A tag has room for 30 bits, so counts go round in it. Ranks whose gathers have met up to now have had as many
-of them, and differ by little in how often they have written since.
+A tag has 30 bits, so the counts wrap around. Ranks whose gathers matched so far have issued equally many of
+them, and differ little in the number of writes since.
 
-So ranks that differ wait, or have an error at once where they share memory. A gather is a `meeting` for the
-watchdog, with a patience: see `deadlock` in `monitor`, which reports the position of each.
+So ranks that differ wait, or raise at once if they share memory. A gather is a `meeting` for the watchdog,
+with a patience: `deadlock` in `monitor` reports the position of each rank.
 """
 
 from collections import Counter
@@ -48,7 +47,7 @@ class _Line:
 
     Attributes:
         channel: Its name, the same on all ranks of the axis.
-        number: Their number so far.
+        number: Number of gathers so far.
     """
 
     channel: str
@@ -56,11 +55,11 @@ class _Line:
 
 
 class GatherPositions:
-    """Position of this rank in the order of gathers of a model, which is the same on all ranks.
+    """The position of this rank in the order of gathers of a model; constructed in one order on all ranks.
 
     Args:
         chunks: The chunks of the model.
-        patience: Seconds that a gather waits until the reports of all ranks are requested.
+        patience: Seconds before a waiting gather requests the positions of all ranks.
     """
 
     def __init__(self, chunks: Sequence[Chunk], *, patience: float = PATIENCE_S) -> None:
@@ -80,15 +79,15 @@ class GatherPositions:
                 self._named[chunk] = number, f"{_name(chunk)}{f' of model {model}' if model > 1 else ''}"
 
     def note_written(self, chunk: Chunk) -> None:
-        """Note that all ranks have written into their sections of a chunk."""
+        """Count a write of all ranks into their sections of a chunk."""
         self._num_writes[chunk] += 1
 
     def start(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], None]:
-        """Start to gather a chunk, in the order of all ranks; return the wait for its end. Collective.
+        """Start to gather a chunk, in the order of all ranks; return a function that waits. Collective.
 
         Args:
             whole: For all values; this rank's section is in place.
-            chunk: A chunk that is cut.
+            chunk: A sharded chunk.
         """
         axis = chunk.layout.axis
         line = self._lines[axis]
@@ -106,7 +105,7 @@ class GatherPositions:
             patience=self._patience,
             advice=ADVICE,
         )
-        # See [Note: two gathers are never taken for each other].
+        # See [Note: stamps of gathers].
         number = (line.number % _GATHERS * _WRITES + writes % _WRITES) * _CHUNKS + place % _CHUNKS
         with _at(item):
             wait = start_gather(whole, chunk.layout, stamp=STAMPED_TAGS + number)
@@ -120,7 +119,7 @@ class GatherPositions:
 
 @contextmanager
 def _at(item: meeting) -> Iterator[None]:
-    """Enter a meeting, which an error names."""
+    """Enter a meeting; an error inside of it gets its description as a note."""
     try:
         with item:
             yield
@@ -131,16 +130,16 @@ def _at(item: meeting) -> Iterator[None]:
 
 
 def _take_numbers(key: str, count: int) -> tuple[int, int]:
-    """Return which model of this job along an axis it is, and the first of its numbers for chunks.
+    """Return the number of this model along an axis of the job, and the first number of its chunks.
 
-    They are counted for each rank, in the job's store: nothing else in a process ends with the job.
+    Each rank counts them in the job's store, as no other state of a process ends with the job.
     """
     store = _get_default_store()
     return int(store.add(f"{key}/models", 1)), int(store.add(f"{key}/chunks", count)) - count
 
 
 def _name(chunk: Chunk) -> str:
-    """Name a chunk for people, by its parameters: "chunk 3 (blocks.1.up.weight to blocks.2.scale)"."""
+    """Return a chunk's name for messages: "chunk 3 (blocks.1.up.weight to blocks.2.scale)"."""
     names = [chunk.name_of(param) for param in chunk.layout.params]
     within = ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
     return f"chunk {chunk.number} ({within})"

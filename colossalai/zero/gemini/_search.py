@@ -39,7 +39,7 @@ class ChunkGroup:
 
     Attributes:
         key: Common properties of the parameters.
-        packing: The chunks; positions count the parameters of all groups.
+        packing: The chunks; positions count over the parameters of all groups.
     """
 
     key: Hashable
@@ -47,7 +47,7 @@ class ChunkGroup:
 
 
 class ParameterKind(NamedTuple):
-    """Common properties of the parameters of a group of `search_chunk_configuration`.
+    """Common properties of a group of parameters in `search_chunk_configuration`.
 
     Attributes:
         dtype: The dtype.
@@ -69,7 +69,7 @@ class ChunkSizes:
 
     Attributes:
         least: The smallest size.
-        extent: Difference between the largest and the smallest size.
+        extent: Size of the searched range above `least`.
         interval: The step.
     """
 
@@ -94,8 +94,8 @@ class ChunkSizes:
         """Make a range from the documented arguments; see `search_chunk_configuration`.
 
         Raises:
-            ValueError: `search_range_mb` is not a number of 0 or more, `min_chunk_size_mb` is less than
-                1 element, or `search_interval_byte` not an integer of 1 or more.
+            ValueError: `search_range_mb` is not a number of 0 or more, `min_chunk_size_mb` is too small for a
+                chunk of 1 element, or `search_interval_byte` is not an integer of 1 or more.
         """
         unit = "in MB of 2**20 elements; fractions are allowed"
         if not _is_finite(search_range_mb) or search_range_mb < 0:
@@ -116,7 +116,7 @@ class ChunkSizes:
 
     @property
     def num_candidates(self) -> int:
-        """Number of sizes to try."""
+        """Number of candidate sizes."""
         return max(1, (self.least + self.extent) // self.interval - self._first_multiple + 1)
 
     def candidates(self, num_ranks: int, first: int = 0, last: int | None = None) -> Numels:
@@ -134,7 +134,7 @@ class ChunkSizes:
 
     @property
     def _first_multiple(self) -> int:
-        """The first candidate, in intervals."""
+        """Quotient of the first candidate and the interval."""
         return -(-self.least // self.interval)
 
 
@@ -153,8 +153,8 @@ def search(
         num_ranks: Number of ranks over which each chunk is cut.
         filters_outliers: Parameters that are outliers have chunks of their own and no part in the choice.
             An outlier is larger than the least size, and larger than the mean of the group by more than
-            three standard deviations: an embedding of a vocabulary, which would otherwise
-            determine the chunk size of the layers.
+            three standard deviations: an embedding of a vocabulary, which would otherwise impose its size
+            on the chunks of the layers.
 
     Raises:
         ValueError: `num_ranks` is below 1, or one of `numels` is negative.
@@ -232,9 +232,9 @@ def search_chunk_configuration(
     parameters has one size for each kind (`ParameterKind`).
 
     Args:
-        model: The model; a parameter used at several places counts once.
-        search_range_mb: Range of sizes above `min_chunk_size_mb`, in MB of 2**20 elements.
-        search_interval_byte: The step between sizes, in elements in spite of the documented name: the
+        model: The model; a shared parameter counts once.
+        search_range_mb: Size of the searched range above `min_chunk_size_mb`, in MB of 2**20 elements.
+        search_interval_byte: The step between sizes, in elements, whatever the documented name says: the
             hidden size of the model, or any number that divides the sizes of its matrices.
         min_chunk_size_mb: The least size, in MB of 2**20 elements; a group that is smaller has one
             chunk, just large enough.
@@ -284,9 +284,9 @@ def log_search(seconds: float, num_used: int, num_wasted: int) -> None:
     """Log, on rank 0, the documented three lines about a search.
 
     Args:
-        seconds: Its duration.
-        num_used: Number of elements that parameters take.
-        num_wasted: Number of elements of chunks that stay empty; the share refers to all elements of chunks.
+        seconds: Duration of the search.
+        num_used: Number of elements of parameters.
+        num_wasted: Number of unused elements of chunks; logged as a share of all elements of chunks.
     """
     share = num_wasted / max(num_used + num_wasted, 1)
     logger = get_dist_logger()
@@ -335,13 +335,13 @@ def _worth_trying(numels: Numels, candidates: Numels) -> Numels:
 def _num_chunks(numels: Numels, sizes: Numels) -> Numels:
     """Return how many chunks of each of ascending sizes hold parameters that all fit.
 
-    All sizes advance by one chunk at a time. A larger size is never behind: so finished ones are at the end,
-    and the searched positions ascend, which is fast.
+    All sizes advance by one chunk at a time. A larger size never falls behind: so finished sizes are at the
+    end, and the positions that are looked up ascend, which is fast.
     """
     if not len(numels):
         return np.zeros(len(sizes), dtype=np.int64)
     borders = np.concatenate(([0], np.cumsum(numels)))
-    begins = np.zeros(len(sizes), dtype=np.int64)  # start of the next chunk, for unfinished sizes
+    begins = np.zeros(len(sizes), dtype=np.int64)  # begin of the next chunk, for unfinished sizes
     counts = np.empty(len(sizes), dtype=np.int64)
     number = 0
     while len(begins):

@@ -1,12 +1,12 @@
-"""The weights of chunks, as optimizers update them: in this rank's section, or whole, by an owner.
+"""The weights of chunks for optimizers: sections of this rank, or whole parameters of an owner.
 
 [Note: whole parameters of chunks]
-Chunks are cut anywhere, and some optimizers need whole parameters. Most of their parameters are in
-one section: that rank updates them in place. The others, fewer per chunk than its ranks, are assigned to
-owners. Before a step the owner gets the pieces of the mean gradient from the ranks of their sections, and
-sends back the pieces of the updated values. Between steps it keeps its own copy (the master, if there is one)
-and the states; moved gradients add up there. So the layout of chunks, the gathers and the averaging are
-independent of optimizers, which can be created later.
+Sections can end within a parameter, and some optimizers need whole parameters. Most of their parameters are
+in one section: that rank updates them in place. The others, at most one fewer than the ranks of a chunk, are
+assigned to owners. Before a step the owner receives the pieces of the mean gradient from the ranks of these
+sections, and after it sends back the pieces of the updated values. Between steps it keeps its own copy (the
+master, if there is one) and the states; moved gradients add up there. So the layout of chunks, the gathers
+and the averaging do not depend on optimizers, which can be added later.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -28,13 +28,13 @@ from colossalai.zero.gemini.planning import Home
 def deal_out_cut_params(
     layouts: Sequence[FlatBucket], held: Collection[nn.Parameter]
 ) -> dict[nn.Parameter, int]:
-    """Return an owner for each parameter in several sections, as a position among the ranks.
+    """Return the owner of each parameter that spans several sections, an axis rank.
 
     The largest first, each to the rank that updates the fewest elements so far.
 
     Args:
         layouts: The chunks.
-        held: The parameters that have to be whole.
+        held: The parameters that the optimizer needs whole.
     """
     loads_along: dict[Axis, list[int]] = {}
     cut: list[tuple[int, Axis, nn.Parameter]] = []
@@ -68,10 +68,10 @@ def weights_in(
 
     Args:
         chunk: The chunk.
-        cache: Its cache.
+        cache: The cache of gathered chunks.
         held: The parameters of the optimizer.
-        owners: The owner of each cut parameter among its ranks.
-        keeps_shapes: Whether a parameter in one section keeps its shape.
+        owners: The axis rank of the owner of each parameter that spans several sections.
+        keeps_shapes: Whether a parameter within one section keeps its shape.
     """
     params = chunk.layout.params
     here = [index for index, param in enumerate(params) if param in held and param not in owners]
@@ -86,11 +86,11 @@ def weights_in(
 
 
 class _OfChunk(BucketWeights):
-    """Abstract base of the weights of a chunk.
+    """Abstract: the weights of a chunk, updated in sections or whole.
 
     Args:
         chunk: The chunk.
-        cache: Its cache.
+        cache: The cache of gathered chunks.
         bucket: The layout by which it is updated.
         options: See the base class.
     """
@@ -109,7 +109,7 @@ class _OfChunk(BucketWeights):
         super().__init__(bucket, held=held, keeps_shapes=keeps_shapes)
         self._chunk = chunk
         self._cache = cache
-        self._num_writes = 0  # that are known here
+        self._num_writes = 0  # those already seen here
 
     def keep(self, state: torch.Tensor) -> torch.Tensor:
         """See the base class."""
@@ -120,13 +120,13 @@ class _OfChunk(BucketWeights):
         self._chunk.tiers.give_back(tensors)
 
     def take_written(self) -> set[nn.Parameter]:
-        """See the base class; which ones of a chunk were written is not known."""
+        """See the base class; a write counts for all parameters of the chunk."""
         num_writes, before = self._chunk.num_writes, self._num_writes
         self._num_writes = num_writes
         return {self.bucket.params[index] for index in self.held} if num_writes > before else set()
 
     def start_publishing(self) -> Callable[[], object]:
-        """See the base class: values are gathered when they are needed."""
+        """See the base class: the next use gathers the values."""
         self._num_writes = self._chunk.num_writes
         self._cache.renew(self._chunk)
         return lambda: None
@@ -134,11 +134,11 @@ class _OfChunk(BucketWeights):
 
 @final
 class SectionWeights(_OfChunk):
-    """The weights of parameters of a chunk that ranks update in their sections.
+    """The weights of parameters of a chunk, of which each rank updates its section.
 
     Args:
         chunk: The chunk.
-        cache: Its cache.
+        cache: The cache of gathered chunks.
         held: The numbers of the parameters in the chunk.
         keeps_shapes: Whether a whole parameter has its shape.
     """
@@ -156,19 +156,19 @@ class SectionWeights(_OfChunk):
         return self._chunk.fragment(index)
 
     def take_master(self, index: int) -> torch.Tensor | None:
-        """See the base class; a part of the section's, which the chunk forgets when all are taken."""
+        """See the base class; a part of the section's master, which the chunk drops when all are taken."""
         return self._chunk.take_master(index)
 
 
 @final
 class OwnedWeights(_OfChunk):
-    """The weights of parameters of a chunk in several sections, each updated whole by its owner.
+    """The weights of parameters that span several sections, each updated whole by its owner.
 
     See [Note: whole parameters of chunks].
 
     Args:
         chunk: The chunk.
-        cache: Its cache.
+        cache: The cache of gathered chunks.
         bucket: The layout by owners.
     """
 
@@ -180,10 +180,8 @@ class OwnedWeights(_OfChunk):
         layout, ranks = chunk.layout, range(bucket.axis.size)
         numbers = {param: number for number, param in enumerate(layout.params)}
         owners_of = [_ranks_with(bucket, index)[0] for index in range(len(bucket.params))]
-        self._in_section: list[tuple[int, int]] = []  # pieces in this rank's section, by owner
-        self._in_own: list[
-            tuple[int, int]
-        ] = []  # pieces of the owned parameters, by the rank of their section
+        self._in_section: list[tuple[int, int]] = []  # pieces that this rank's section has, by owner
+        self._in_own: list[tuple[int, int]] = []  # pieces of the parameters that this rank owns, by section
         self._to_owners, self._from_sections = [0 for _ in ranks], [0 for _ in ranks]
         for owner in ranks:
             for index, param in enumerate(bucket.params):
@@ -198,7 +196,7 @@ class OwnedWeights(_OfChunk):
                 if stop > offset and end > begin:
                     self._in_own.append((offset + begin, offset + end))
                     self._from_sections[rank] += end - begin
-        self._homes: torch.Tensor | None = None  # owned parameters, with the values of the other ranks
+        self._homes: torch.Tensor | None = None  # of the parameters that this rank owns, as in the sections
         self._masters: torch.Tensor | None = None  # likewise, until all are taken
         self._mean: torch.Tensor | None = None
         self._mean_on_disk: torch.Tensor | None = None
@@ -245,6 +243,7 @@ class OwnedWeights(_OfChunk):
     def start_publishing(self) -> Callable[[], object]:
         """See the base class: owned values are sent to the sections; collective."""
         sent = _packed(self._own(), self._in_own)
+        # The reverse all-to-all: owners send the updated pieces back to the sections.
         received = exchange_pieces(
             sent,
             send_sizes=self._from_sections,
@@ -297,15 +296,16 @@ class OwnedWeights(_OfChunk):
             self._mean.zero_()
 
     def _own(self) -> torch.Tensor:
-        """Return memory for the owned parameters, in the dtype of the chunk."""
+        """Return memory for the parameters that this rank owns, in the dtype of the chunk."""
         if self._homes is None:
             size = self.bucket.section_sizes[self.bucket.axis.rank]
             self._homes = torch.empty(size, dtype=self._chunk.section.dtype, device=self._chunk.device)
         return self._homes
 
     def _to_owner(self, section: torch.Tensor) -> torch.Tensor:
-        """Return the owned parameters, from the sections of all ranks; collective."""
+        """Return the owned parameters, from the sections of all ranks; collective (all-to-all)."""
         sent = _packed(section, self._in_section).to(self._chunk.device)
+        # All-to-all of uneven pieces: each rank sends parts of its section to their owners.
         received = exchange_pieces(
             sent,
             send_sizes=self._to_owners,
@@ -318,7 +318,7 @@ class OwnedWeights(_OfChunk):
 
 
 def _ranks_with(layout: FlatBucket, index: int) -> list[int]:
-    """Return the ranks whose sections have something of a parameter."""
+    """Return the ranks whose sections overlap a parameter."""
     overlaps = (layout.overlap(index, rank) for rank in range(layout.axis.size))
     return [rank for rank, (begin, end) in enumerate(overlaps) if end > begin]
 

@@ -1,6 +1,6 @@
 """State dict of a model in chunks, whole values in host memory, and back; and an ordinary copy of the model.
 
-Checkpoints need neither: they use each rank's part (`FlatValues`).
+Checkpoints need neither: they save the local part of each rank (`FlatValues`).
 """
 
 import copy
@@ -28,7 +28,7 @@ def whole_state(cache: ChunkCache, raw: nn.Module, *args: Any, **kwargs: Any) ->
         args: Those of `nn.Module.state_dict`, which still takes them by position.
         kwargs: As `args`; with `keep_vars` come the parameters themselves, and nothing is gathered.
     """
-    # The parameters themselves: nothing else can be had of them without their chunk.
+    # The parameters themselves: their values are not available without their chunk.
     state: dict[str, Any] = raw.state_dict(*args, **{**kwargs, "keep_vars": True})
     if kwargs.get("keep_vars") or any(args[2:3]):
         return state
@@ -54,14 +54,14 @@ def load_whole_state(cache: ChunkCache, raw: nn.Module, content: Mapping[str, An
         The names that are missing and unexpected.
 
     Raises:
-        RuntimeError: Names or shapes do not match; the others were loaded, as by torch.
+        RuntimeError: Names or shapes do not fit; the values that fit were loaded, as by torch.
     """
     cache.share_writes()
     try:
         with _IntoSections():
             return raw.load_state_dict(content, strict=strict)
     finally:
-        for chunk in cache.chunks:  # those that nothing came for, too: which they are need not be known
+        for chunk in cache.chunks:  # including chunks without new values, so that all ranks do the same
             cache.note_loaded(chunk)
 
 
@@ -106,7 +106,7 @@ def _host_values(
         by_chunk.setdefault(handle_of(param).chunk, []).append(param)
     host: dict[int, torch.Tensor] = {}
     for chunk in sorted(by_chunk, key=lambda chunk: chunk.number):
-        cache.fetch(chunk)  # collective; it may let go of the one before
+        cache.fetch(chunk)  # collective; it can evict the one before
         for param in by_chunk[chunk]:
             view = handle_of(param).view().detach()
             host[id(param)] = view.to("cpu", copy=True) if keeps else view.to("meta")
@@ -137,6 +137,6 @@ class _IntoSections(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         param, values = args[:2]
         held = flat_values(param)
-        assert held is not None, "its values lie in a chunk"
+        assert held is not None, "its values are in a chunk"
         held.tensor.copy_(values.expand(param.shape).reshape(-1)[held.part.begin : held.part.end])
         return param

@@ -1,21 +1,21 @@
 """The memory of a rank in tiers: the compute device, host memory below an accelerator, and disk.
 
 [Note: memory of files]
-Data on disk are in files mapped into memory: reads and writes of a tensor there access the file. The system
-reads pages when they are touched (`expect` requests them ahead), and writes them at any time. Mapped pages
-count as memory of the process until `give_back`; their content is then in the system's page cache or on the
-disk. So optimizers and checkpoints use such tensors like any others, as long as the pages are released after
-each chunk.
+Tensors on disk are in files that are mapped into memory: reading such a tensor reads the file, and writing it
+writes the file. The system reads pages when they are touched (`expect` prefetches them), and writes them back
+at any time. Mapped pages count as memory of the process until `give_back`; their content is then in the
+system's page cache or on the disk. So optimizers and checkpoints use these tensors like those in memory, and
+their caller gives the pages back after each chunk.
 
-A file has no name: it is unlinked when it is created, and its space is free when the last tensor in it is
-freed, or the process ends in any way. Its space is reserved at once, so that a full disk is an error at the
-allocation, and not a signal at a write.
+A file has no name: it is unlinked right after its creation, and its space is free when its last tensor is
+freed, or when the process ends in any way. Its space is allocated at once, so that a full disk raises an
+error at the allocation, instead of a signal at a write.
 
 [Note: freed memory]
-glibc keeps freed memory, and a new block does not always fit into the hole of another: with a budget of 349
-MiB a process took 1,180. So a process with a budget has large blocks mapped one by one, which are returned to
-the system when they are freed, and returns the free pages of the heap whenever a chunk is gathered. These
-holes are from the user's model: its parameters were small blocks before there was a budget.
+glibc keeps freed memory, and a new block does not always fit into it: with a budget of 349 MiB a process was
+measured to take 1,180. So a process with a budget maps large blocks one by one, which return to the system
+when they are freed, and returns the free pages of the heap whenever a chunk is gathered. These are left by
+the user's model: its parameters were small blocks of the heap before there was a budget.
 """
 
 import ctypes
@@ -42,13 +42,13 @@ class TierMemory:
     """The tiers of this rank; see [Note: memory of files].
 
     Args:
-        device: Compute device of chunks.
-        offload_dir: The folder of the disk tier; None: there is none. It is made if it is not there.
+        device: The compute device.
+        offload_dir: The folder of the disk tier, created if missing. None: no disk tier.
         has_host: Whether there is host memory below `device`; default: if that is an accelerator.
-        pin_memory: Whether sections in host memory are pinned, for faster copies to an accelerator.
+        pin_memory: Whether tensors in host memory are pinned, for faster copies to an accelerator.
 
     Attributes:
-        bounds: The tiers, with the bytes that are free there; None where no bound is known.
+        bounds: The tiers and their free bytes. None: the bound is unknown.
 
     Raises:
         ValueError: `offload_dir` cannot be made or written.
@@ -83,7 +83,7 @@ class TierMemory:
         return self._device if home is Home.COMPUTE else torch.device("cpu")
 
     def keep(self, tensor: torch.Tensor, home: Home) -> torch.Tensor:
-        """Return a tensor of the same values in a tier: itself, if it is there already.
+        """Return a tensor of the same values in a tier: the tensor itself, if it is there.
 
         Raises:
             OSError: The disk has no room for it.
@@ -96,26 +96,26 @@ class TierMemory:
         return kept
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Release the memory of tensors on disk; nothing is lost."""
+        """Free the pages of tensors on disk; their values remain in the file."""
         for file, begin, end in self._pages(tensors):
             file.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def expect(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Start to read tensors on disk ahead."""
+        """Start to read tensors on disk ahead of their use."""
         for file, begin, end in self._pages(tensors):
             file.madvise(mmap.MADV_WILLNEED, begin, end - begin)
 
     def map_large_blocks(self) -> None:
         """Return large blocks to the system when they are freed; see [Note: freed memory].
 
-        A user's MALLOC_MMAP_THRESHOLD_ takes precedence. No effect without glibc.
+        Without effect if the user has set MALLOC_MMAP_THRESHOLD_, and without glibc.
         """
         if self._mallopt is not None and "MALLOC_MMAP_THRESHOLD_" not in os.environ:
             self._mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
             self._mallopt(_M_TRIM_THRESHOLD, _MAPPED_BYTES)
 
     def give_back_freed(self) -> None:
-        """Return free pages of the heap to the system; see [Note: freed memory]."""
+        """Return the free pages of the heap to the system; see [Note: freed memory]."""
         if self._malloc_trim is not None:
             self._malloc_trim(0)
 
@@ -205,7 +205,7 @@ def _writable(folder: str | os.PathLike[str]) -> str:
 
 
 def _free_bytes(device: torch.device) -> int | None:
-    """Return the bytes that an accelerator has free; None for a CPU, and if it is unknown."""
+    """Return the free bytes of an accelerator. None: a CPU, or unknown."""
     if device.type == "cpu" or not hasattr(torch.accelerator, "get_memory_info"):
         return None
     return int(torch.accelerator.get_memory_info(device)[0])

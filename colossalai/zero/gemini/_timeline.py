@@ -1,18 +1,18 @@
-"""The timeline of an iteration: measured bytes on the compute tier between two uses.
+"""The timeline of an iteration: measured bytes on the compute tier from each use until the next.
 
     with record_timeline(model) as iterations:
         for batch in batches[:2]:  # whole iterations: forward, backward, step
             ...
     iterations[-1].peak_bytes
 
-Model data are measured at their owners: gathered chunks in the cache (by finalizers on their memory),
-sections in chunks, means in the reducer, states in the optimizer. The rest is counted by `OtherBytes`; see
-[Note: other data]. Without a recorder nothing of this is measured, and a use costs one comparison.
+The bytes of model data are read from its owners: the cache has gathered chunks (by finalizers on their
+memory), chunks have sections, the reducer has means, the optimizer has states. `OtherBytes` counts the rest;
+see [Note: memory other than model data]. Without a recorder a use costs one comparison.
 
 [Note: the step]
-An optimizer updates data in memory at once, and then chunks with parts on disk one by one, whose pages are
-memory until they are released: one moment for each. Other memory is not counted there, so temporary memory of
-an optimizer is not included, and neither are reads of clipping from disk.
+An optimizer updates chunks in memory at once, and then one by one the chunks with parts on disk, whose pages
+are memory until they are given back: one moment for each. Other memory is not counted there, so temporary
+memory of an optimizer is missing; and reads from disk by clipping are not among the bytes that move.
 """
 
 import enum
@@ -50,12 +50,12 @@ class Moment:
     Attributes:
         phase: The part of the iteration.
         chunk: The number of the chunk; None for all that is updated in memory at once.
-        gathered_bytes: Of gathered chunks, in flight or in use, while their memory is referenced.
-        section_bytes: Of sections that have their home on the compute tier.
-        gradient_bytes: Of mean gradients that are kept there.
-        state_bytes: Of masters and optimizer states that are kept there.
-        paged_bytes: Of files whose pages are in memory while their chunk is updated.
-        other_bytes: Of other data: activations, gradients in flight, temporary results.
+        gathered_bytes: Gathered chunks, in flight or present, including memory that only users reference.
+        section_bytes: Sections that have their home on the compute tier.
+        gradient_bytes: Mean gradients on the compute tier.
+        state_bytes: Master weights and optimizer states on the compute tier.
+        paged_bytes: Files whose pages are in memory while their chunk is updated.
+        other_bytes: All other memory: activations, gradients before averaging, temporary results.
         bytes_in: Bytes read from lower tiers.
         bytes_out: Bytes written to lower tiers.
     """
@@ -79,18 +79,18 @@ class Moment:
 
     @property
     def num_bytes(self) -> int:
-        """All bytes on the compute tier."""
+        """Bytes of all memory on the compute tier."""
         return self.model_bytes + self.other_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """Measurements of one iteration on this rank.
+    """The measured moments of one iteration on this rank.
 
     Attributes:
         moments: In the order of uses.
         memory_budget: Bytes of the compute tier; None for no bound.
-        is_planned: Whether it went by a plan from the beginning to the end.
+        is_planned: Whether it followed a plan from beginning to end.
     """
 
     moments: tuple[Moment, ...]
@@ -114,17 +114,17 @@ class Iteration:
 
     @property
     def bytes_in(self) -> int:
-        """Bytes that have come from tiers below."""
+        """Bytes read from lower tiers."""
         return sum(moment.bytes_in for moment in self.moments)
 
     @property
     def bytes_out(self) -> int:
-        """Bytes that have gone to tiers below."""
+        """Bytes written to lower tiers."""
         return sum(moment.bytes_out for moment in self.moments)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> "Iteration":
-        """Return the iteration of an `as_dict` value."""
+        """Return the iteration of an `as_dict` result."""
         moments = tuple(Moment(**{**each, "phase": Phase(each["phase"])}) for each in content["moments"])
         return cls(moments=moments, memory_budget=content["memory_budget"], is_planned=content["is_planned"])
 
@@ -141,19 +141,19 @@ class Iteration:
 
 @contextmanager
 def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
-    """Context that records the bytes on the compute tier of this rank at each use of a chunk.
+    """Within the block, record the bytes on the compute tier of this rank at each use of a chunk.
 
-    The block holds whole iterations. Ranks need not record alike, and the training stays the same bit for
-    bit. Functions of torch take longer, since each of their results is inspected.
+    The block holds whole iterations. Each rank can record on its own, and training is the same bit for bit.
+    Functions of torch take longer, since each of their results is counted.
 
     Args:
-        model: A model under Gemini, wrapped or raw.
+        model: A model returned by `Booster.boost`, `GeminiDDP` or `zero_model_wrapper`, or the raw model.
 
     Returns:
-        The iterations whose step was made, one after the other; each is there when its step has ended.
+        The iterations in order; each is appended at the end of its step.
 
     Raises:
-        ValueError: No parameter of `model` is in a chunk, or the model is being recorded already.
+        ValueError: `model` has no parameter in a chunk, or is being recorded already.
     """
     cache = next((handle_of(param).hooks.cache for param in model.parameters() if is_chunked(param)), None)
     if cache is None:
@@ -180,13 +180,13 @@ def record_timeline(model: nn.Module) -> Iterator[list[Iteration]]:
 
 @dataclass(frozen=True)
 class ChunkContents:
-    """Sizes of this rank's data of a chunk without gathered values, in bytes.
+    """Bytes of a chunk on this rank, without gathered values.
 
     Attributes:
         chunk: The chunk.
-        section: Of its section.
-        mean: Of the section of the mean gradient, as long as there is one.
-        states: Of masters and optimizer states.
+        section: Bytes of its section.
+        mean: Bytes of the section of the mean gradient, while there is one.
+        states: Bytes of master weights and optimizer states.
     """
 
     chunk: Chunk
@@ -195,21 +195,21 @@ class ChunkContents:
     states: int
 
     def bytes_at(self, home: Home) -> tuple[int, int, int]:
-        """Return those of section, mean and states that have their home in a tier."""
+        """Return the bytes of section, mean and states in a tier."""
         has_states = self.chunk.states_home is home
         section = self.section if self.chunk.home is home else 0
         return section, self.mean if has_states else 0, self.states if has_states else 0
 
     @property
     def is_updated_below(self) -> bool:
-        """Whether some of it is below the compute tier when an optimizer updates it."""
+        """Whether a part of it is below the compute tier when an optimizer updates it."""
         return {self.chunk.home, self.chunk.states_home} != {Home.COMPUTE}
 
     def moved_by_update(self) -> dict[str, int]:
-        """Return the bytes that an update moves between tiers, and its file pages in memory.
+        """Return the bytes that an update moves between tiers, and the pages of files it has in memory.
 
-        If the compute tier is a processor, files are read through memory. Below an accelerator the optimizer
-        runs in the tier of the states, and nothing is moved.
+        If the CPU is the compute tier, it reads files through memory. Below an accelerator the optimizer
+        runs on the tier of the states, and moves nothing.
         """
         section, mean, states = self.bytes_at(Home.DISK)
         paged = section + mean + states
@@ -224,7 +224,7 @@ class ChunkContents:
 def contents_of(
     chunks: Sequence[Chunk], reducer: ShardedReducer, shards_of: Mapping[Optimizer, Shards]
 ) -> list[ChunkContents]:
-    """Return the present sizes of this rank's data of each chunk."""
+    """Return the bytes of each chunk on this rank."""
     slices = {grads.bucket: grads.slice for grads in reducer.all_grads}
     means = {chunk: 0 if (its := slices.get(chunk.layout)) is None else its.nbytes for chunk in chunks}
     states = dict.fromkeys(chunks, 0)
@@ -238,7 +238,7 @@ def contents_of(
             if tensor.untyped_storage()._cdata != chunk.section.untyped_storage()._cdata:
                 its_own.append(tensor)  # a master, or a whole parameter
                 if slices.get(chunk.layout) is None and tensor.grad is not None:
-                    means[chunk] += tensor.grad.nbytes  # moved to the owner of the whole
+                    means[chunk] += tensor.grad.nbytes  # moved to the owner of the whole parameter
             states[chunk] += sum(value.nbytes for value in its_own if value.ndim)
     return [ChunkContents(chunk, chunk.section.nbytes, means[chunk], size) for chunk, size in states.items()]
 
@@ -247,11 +247,11 @@ Contents = Callable[[], list[ChunkContents]]
 
 
 class ChunkTimeline:
-    """The moments of iterations, put together from the records of a tracer.
+    """Assembles the moments of iterations from the events of a tracer.
 
     Args:
-        iterations: Destination of the iterations.
-        contents: Returns the present sizes of this rank's data of each chunk.
+        iterations: The list to which iterations are appended.
+        contents: Returns the bytes of each chunk on this rank.
         memory_budget: Bytes of the compute tier; None for no bound.
     """
 
@@ -266,14 +266,14 @@ class ChunkTimeline:
         self._contents = contents
         self._memory_budget = memory_budget
         self._moments: list[Moment] = []
-        self._current: tuple[Phase, int] | None = None  # the current moment
+        self._current: tuple[Phase, int] | None = None  # of the current moment
         self._sizes: Counter[str] = Counter()  # its other fields
         self._is_stepping = False
         self._is_planned = True
 
     def use(self, chunk: int, *, is_backward: bool, is_planned: bool) -> None:
         """Add a use, before the chunk is gathered; several times in a row is one use."""
-        if self._is_stepping:  # the step was skipped, for example after an overflow
+        if self._is_stepping:  # the step was skipped, for example by a loss scale after an overflow
             self._begin_anew()
         phase = Phase.BACKWARD if is_backward else Phase.FORWARD
         self._is_planned &= is_planned
@@ -290,7 +290,7 @@ class ChunkTimeline:
         self._sizes["gathered_bytes"] = max(self._sizes["gathered_bytes"], gathered_bytes)
 
     def move(self, *, bytes_in: int = 0, bytes_out: int = 0) -> None:
-        """Add bytes that have come from tiers below, or have gone there."""
+        """Add bytes read from lower tiers, or written to them."""
         self._sizes.update(bytes_in=bytes_in, bytes_out=bytes_out)
 
     def begin_step(self) -> None:
@@ -303,7 +303,7 @@ class ChunkTimeline:
         """End the step, before any section moves; see [Note: the step].
 
         Args:
-            gathered_bytes: Of chunks that are still there.
+            gathered_bytes: Bytes of chunks that are still present.
         """
         if not self._is_stepping:
             return

@@ -2,23 +2,21 @@
 
 [Note: where ranks differ]
 Gathers and means are collectives, so all ranks have to start them in one order. In a mixture of experts the
-data decide what a rank uses, and when. A *whole module* is a region of the forward, and one of the backward,
-in which nothing is sent:
+data decide which parameters a rank uses, and when. A *whole module* is a region of the forward, and a region
+of the backward, in which nothing is sent:
 
-- At the entry of its forward all chunks of its parameters are gathered, in their order, and stay until its
+- At the entry of its forward all chunks of its parameters are gathered, in their order, and pinned until its
   exit. A use inside changes nothing, not even which chunk was used last.
-- `_Exit` follows its outputs, `_Entry` precedes its parameters. A backward gathers in `_Exit`, and releases
-  in
-  `_Entry`. Both run on every rank: an output requires a gradient even if no expert got a token, and a number
-  that `_Exit` takes from `_Entry` joins the two.
+- `_Exit` is applied to its outputs, `_Entry` to its parameters. A backward gathers in `_Exit`, and releases
+  in `_Entry`. Both run on every rank: an output requires a gradient even if no expert had a token, and a
+  number that `_Exit` takes from `_Entry` joins the two.
 - `_Entry` returns the gradients of all its parameters at once, `None` for unused ones. So they arrive at the
   same point of the backward on all ranks, and the means of their chunks start there, in the order of the
-  reducer. A missing gradient counts as zero.
-- `_Entry` leads to the inputs as well, with no gradient of its own: modules before this one are in the
+  reducer. Missing gradients count as zero.
+- `_Entry` leads to the inputs as well, with no gradient of its own: the modules before it are in the
   backward of all ranks, too.
-- A module that is recomputed as a part of a larger one is recomputed as soon as `_Exit` reads its saved
-  tensor.
-  It saves the number for that: the order of other saved tensors depends on the data.
+- A module within a checkpointed region is recomputed as soon as `_Exit` unpacks its saved number. It saves
+  the number for that: the order in which other saved tensors are unpacked depends on the data.
 
 Values of inputs do not pass through `_Entry`, so that writing into them works as ever. The engine runs nodes
 that are ready in the reverse order in which they were made, so `_Entry` comes after all that was made inside.
@@ -60,11 +58,10 @@ def check_choices(choices: Collection[ModuleChoice]) -> tuple[ModuleChoice, ...]
 
 
 def find_modules(model: nn.Module, choices: Sequence[ModuleChoice]) -> dict[nn.Module, str]:
-    """Return the modules that are meant, with their names, in the order of the model.
+    """Return the chosen modules with their names, in the order of the model.
 
     Raises:
-        ValueError: A name or a class matches nothing, or only modules that are never called or have no
-            parameters.
+        ValueError: An entry of `choices` matches no module that is called and has parameters.
     """
     known = dict(model.named_modules(remove_duplicate=False))
     found: set[nn.Module] = set()
@@ -99,11 +96,11 @@ def find_modules(model: nn.Module, choices: Sequence[ModuleChoice]) -> dict[nn.M
 
 
 class _Passage:
-    """One run of a whole module: the common state of its `_Entry` and its `_Exit`.
+    """One run of a whole module, shared by its `_Entry` and its `_Exit`.
 
     Args:
         whole: The whole modules.
-        chunks: The chunks of the module.
+        chunks: Those of the module.
         trained: The parameters of the module that get gradients.
     """
 
@@ -116,13 +113,13 @@ class _Passage:
         self._is_held = False  # by a backward that is in it
 
     def begin_backward(self) -> None:
-        """Gather the chunks for the backward; collective."""
+        """Gather the chunks of the module for the backward; collective."""
         if not self._is_held:
             self._is_held = True
             self._whole.hold(self)
 
     def end_backward(self) -> None:
-        """Let go of it, at the latest when the whole backward ends: one may want no gradients in front."""
+        """Release the chunks, at the latest when the whole backward ends: it can stop before `_Entry`."""
         if self._is_held:
             self._is_held = False
             self._whole.release(self)
@@ -135,7 +132,7 @@ class _Entry(torch.autograd.Function):
     def forward(ctx: Any, run: _Passage, anchor: torch.Tensor, *tensors: torch.Tensor) -> Any:
         ctx.run = run
         ctx.num_inputs = len(tensors) - len(run.trained)
-        ctx.set_materialize_grads(False)  # None means that a parameter was not used
+        ctx.set_materialize_grads(False)  # None: the parameter was not used
         return (anchor.detach(), *(handle_of(param).view() for param in run.trained))
 
     @staticmethod
@@ -145,7 +142,7 @@ class _Entry(torch.autograd.Function):
 
 
 class _Exit(torch.autograd.Function):
-    """Node after the outputs of a module, which always leads to its `_Entry`."""
+    """The outputs of a module, which are connected to its `_Entry` in any case."""
 
     @staticmethod
     def forward(ctx: Any, run: _Passage, number: torch.Tensor, *outputs: torch.Tensor) -> Any:
@@ -156,7 +153,7 @@ class _Exit(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        if torch.is_grad_enabled():  # a second backward would run the inner nodes by itself
+        if torch.is_grad_enabled():  # the second backward would enter the module without `_Exit`
             raise RuntimeError(
                 "create_graph=True, and the model has whole_modules, which have one backward: leave one out"
             )
@@ -171,7 +168,7 @@ class _Open:
     Args:
         module: The module.
         run: This run of it.
-        number: The number that its outputs lead to; None if there is no backward.
+        number: The result of `_Entry` for `_Exit`. None: there is no backward.
     """
 
     def __init__(self, module: nn.Module, run: _Passage, number: torch.Tensor | None) -> None:
@@ -209,31 +206,31 @@ class WholeModules:
             reducer.await_nodes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "WholeModules":
-        """Return it itself: the modules of a copy have hooks that lead here, and are none of these."""
+        """Return `self`: hooks of a copy refer to this object, and its modules are not among `modules`."""
         return self
 
     def hold(self, run: _Passage) -> None:
         """Gather the chunks of a run whose backward begins; later gradients are averaged after it."""
-        self._reducer.hold()
-        self._cache.hold(run.chunks)
+        self._reducer.hold()  # no mean starts inside: ranks can differ there
+        self._cache.hold(run.chunks)  # gathers, in the order of chunk numbers on all ranks
         self._held.append(run)
         # Private, and what DDP and FSDP of torch use: called when this backward ends.
         torch.autograd.Variable._execution_engine.queue_callback(run.end_backward)
 
     def release(self, run: _Passage) -> None:
-        """Let go of the chunks of a run whose backward has ended."""
+        """Release the chunks of a run whose backward has ended, and start the means that waited."""
         self._held.remove(run)
         self._cache.release(run.chunks)
         self._reducer.release()
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         chunks = self._chunks.get(module)
-        if chunks is None:  # a copied module
+        if chunks is None:  # a module of a copy of the model
             return
         if torch._C._current_graph_task_id() == -1:
-            for run in self._held[::-1]:  # runs of a failed backward
+            for run in self._held[::-1]:  # left by a backward that failed
                 run.end_backward()
-        self._cache.hold(chunks)
+        self._cache.hold(chunks)  # gathers, in the order of chunk numbers on all ranks
         trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]
         run, number = _Passage(self, chunks, trained), None
         views: dict[nn.Parameter, torch.Tensor] = {}

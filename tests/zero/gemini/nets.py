@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from colossalai.amp import Casts, Masters
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
-from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini import ChunkSizes, Gemini
 
 CHECKPOINTING = ("once", "nested", "reentrant", "none")
 
@@ -100,7 +100,7 @@ def batch(num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
 def put(net: nn.Module, chunk_size: int) -> Any:
     """Put a net into chunks over all ranks of a launched job; return the applied method."""
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    return InChunks(sizes=ChunkSizes(chunk_size, 0, 1)).apply(
+    return Gemini(sizes=ChunkSizes(chunk_size, 0, 1)).apply(
         net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
     )
 

@@ -33,7 +33,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import DataMethod, FullySharded, Replicated
 from colossalai.runtime import ModelWrapper, Plan, assemble
 from colossalai.zero import ZeroReplicas
-from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini import ChunkSizes, Gemini
 from colossalai.zero.gemini.planning import Home
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -77,9 +77,9 @@ class Net(nn.Module):
 METHODS: dict[str, DataMethod] = {
     "plain": Replicated(),
     "zero2": ZeroReplicas(stage=2, bucket_cap_mb=0.001),
-    "chunks": InChunks(sizes=ChunkSizes(150, 0, 1)),
-    "small chunks": InChunks(sizes=ChunkSizes(37, 0, 1)),
-    "chunks on disk": InChunks(
+    "chunks": Gemini(sizes=ChunkSizes(150, 0, 1)),
+    "small chunks": Gemini(sizes=ChunkSizes(37, 0, 1)),
+    "chunks on disk": Gemini(
         sizes=ChunkSizes(150, 0, 1),
         placement_policy="nvme",
         memory_budget=100_000,  # of the ranks together; see `Run`
@@ -97,7 +97,7 @@ class Run:
         net = Net().double() if "precision" not in plan else Net()
         optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.01)
         data = METHODS[method]
-        if isinstance(data, InChunks) and data.memory_budget is not None:
+        if isinstance(data, Gemini) and data.memory_budget is not None:
             data = replace(data, memory_budget=data.memory_budget // dist.get_world_size())
         made = assemble(Plan(data=data, **plan), net, optimizer, mesh=gpc.mesh, device=torch.device("cpu"))
         self.model: ModelWrapper = made[0]

@@ -28,7 +28,7 @@ from colossalai.runtime import Plan
 from colossalai.runtime._assemble import assemble_with_optimizers
 from colossalai.testing import check_parity
 from colossalai.zero import GeminiAdamOptimizer, GeminiDDP, ZeroOptimizer, ZeroReplicas
-from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini import ChunkSizes, Gemini
 from tests.booster.test_accumulate import make_model
 from tests.booster.test_several_optimizers import batch_of
 from tests.ranks import run_ranks
@@ -147,9 +147,9 @@ def several(net: Net) -> list[torch.optim.Optimizer]:
 METHODS: dict[str, DataMethod] = {
     "plain": Replicated(),
     "zero2": ZeroReplicas(stage=2, bucket_cap_mb=0.001),
-    "chunks": InChunks(sizes=ChunkSizes(150, 0, 1)),
-    "small chunks": InChunks(sizes=ChunkSizes(37, 0, 1)),
-    "on disk": InChunks(sizes=ChunkSizes(60, 0, 1), placement_policy="nvme", memory_budget=40_000),
+    "chunks": Gemini(sizes=ChunkSizes(150, 0, 1)),
+    "small chunks": Gemini(sizes=ChunkSizes(37, 0, 1)),
+    "on disk": Gemini(sizes=ChunkSizes(60, 0, 1), placement_policy="nvme", memory_budget=40_000),
 }
 
 

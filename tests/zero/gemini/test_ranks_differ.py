@@ -18,14 +18,14 @@ from colossalai.amp import Casts
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero._exchange import start_meeting
-from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini import ChunkSizes, Gemini
 from tests.monitor.hanging import notices, wait_for
 from tests.ranks import RanksError, run_ranks
 from tests.tiers import after_the_first, further
 from tests.zero.gemini.nets import trained
 
 pytestmark = pytest.mark.dist
-PATIENCE_S, USERS_S = 0.5, InChunks().patience
+PATIENCE_S, USERS_S = 0.5, Gemini().patience
 SHORT_S = 0.2  # where nobody gives up
 WIDTH = 8
 CHUNK = WIDTH * WIDTH  # elements: one layer
@@ -56,7 +56,7 @@ def launch(backend: str, folder: Path) -> int:
 
 
 def put(net: nn.Module, patience: float = PATIENCE_S) -> Any:
-    options = InChunks(sizes=ChunkSizes(CHUNK, 0, 1), patience=patience)
+    options = Gemini(sizes=ChunkSizes(CHUNK, 0, 1), patience=patience)
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
     return options.apply(
         net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))

@@ -19,7 +19,7 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import Plan, assemble
 from colossalai.testing import check_parity
-from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini import ChunkSizes, Gemini
 from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini.planning._policy import Home
@@ -163,7 +163,7 @@ def test_all_policies_train_as_one_process(
         assert "DISK" in found[5][1]  # sections, too
 
 
-class OnHost(InChunks):
+class OnHost(Gemini):
     """Chunks of a device that has host memory below it; here both are the same memory."""
 
     def _tier_memory(self, device: torch.device | None) -> TierMemory:
@@ -185,7 +185,7 @@ class Sometimes(nn.Module):
         return x.square().mean()
 
 
-def changing(method: InChunks, precision: Any, num_steps: int) -> tuple[list[float], Any]:
+def changing(method: Gemini, precision: Any, num_steps: int) -> tuple[list[float], Any]:
     """Train while blocks are left out, with evaluations between; return losses and the applied method."""
     torch.manual_seed(0)
     net = Sometimes()
@@ -211,7 +211,7 @@ def leave_the_trace(precision: Precision, folder: str) -> tuple[list[list[float]
     colossalai.launch_from_torch({}, verbose=False)
     sizes = ChunkSizes(200, 0, 1)
     disk = {"placement_policy": "nvme", "memory_budget": 15_000, "offload_dir": folder}
-    methods = [InChunks(sizes=sizes, **more) for more in ({}, disk)]
+    methods = [Gemini(sizes=sizes, **more) for more in ({}, disk)]
     methods += [
         OnHost(sizes=sizes, **more) for more in ({}, {**disk, "host_budget": 12_000 // dist.get_world_size()})
     ]
@@ -255,7 +255,7 @@ def with_batches(
     """Train with batches that are larger on the last rank; return losses, homes, peaks and warnings."""
     torch.manual_seed(0)
     net = Wide()
-    method = InChunks(sizes=ChunkSizes(600, 0, 1), **options)
+    method = Gemini(sizes=ChunkSizes(600, 0, 1), **options)
     made = torch.optim.AdamW(net.parameters(), lr=0.01)
     model, optimizer = assemble(Plan(data=method), net, made, mesh=gpc.mesh, device=CPU)
     cache = model.data.cache

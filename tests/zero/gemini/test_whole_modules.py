@@ -18,7 +18,7 @@ from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams, GeminiDDP
 from colossalai.testing import ParityCase, check_parity
-from colossalai.zero.gemini import ChunkSizes, InChunks
+from colossalai.zero.gemini import ChunkSizes, Gemini
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.gemini.experts import GUISES, Mixture, Routing, batches
@@ -95,7 +95,7 @@ def test_mixtral_is_one_process(num_ranks: int, options: dict[str, Any], accumul
 
 def put(net: nn.Module, *choices: Any) -> Any:
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    method = InChunks(sizes=ChunkSizes(40, 0, 1), whole_modules=choices)
+    method = Gemini(sizes=ChunkSizes(40, 0, 1), whole_modules=choices)
     method.check(net, [], blocks=[], replicas=replicas)
     return method.apply(
         net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
@@ -166,7 +166,7 @@ def test_what_happens_around_whole_modules() -> None:
 DOORS: list[Callable[[Any], Any]] = [
     lambda choices: GeminiPlugin(whole_modules=choices),
     lambda choices: GeminiDDP(Routing("plain"), whole_modules=choices),
-    lambda choices: InChunks(whole_modules=choices),
+    lambda choices: Gemini(whole_modules=choices),
 ]
 WRONG_TYPES = {
     "whole_modules is 'layers'; it must be a list": "layers",
@@ -211,7 +211,7 @@ def knock() -> list[tuple[str, str]]:
     hear("names 'zzzzzz', and", lambda: colossalai.initialize(net, optimizer, None, verbose=False))
     hear(
         "whole_modules and a pipeline cannot be combined",
-        lambda: InChunks(keeps_grads=True, whole_modules=("layers.0",)),
+        lambda: Gemini(keeps_grads=True, whole_modules=("layers.0",)),
     )
     gpc.destroy()
     return heard

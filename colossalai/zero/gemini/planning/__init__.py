@@ -1,5 +1,9 @@
-"""Planning of the cache: traces of iterations, placement of chunks, and evictions."""
+"""Plans of the cache: the trace of an iteration, the tiers of chunks, and their eviction."""
 
+from colossalai.zero.gemini.planning._eviction import DoesNotFit as DoesNotFit
+from colossalai.zero.gemini.planning._eviction import EvictionPlan as EvictionPlan
+from colossalai.zero.gemini.planning._eviction import Period as Period
+from colossalai.zero.gemini.planning._eviction import plan_evictions as plan_evictions
 from colossalai.zero.gemini.planning._policy import PLACEMENT_POLICIES as PLACEMENT_POLICIES
 from colossalai.zero.gemini.planning._policy import Home as Home
 from colossalai.zero.gemini.planning._policy import ModelData as ModelData
@@ -9,7 +13,3 @@ from colossalai.zero.gemini.planning._policy import SmallBudgetError as SmallBud
 from colossalai.zero.gemini.planning._trace import Trace as Trace
 from colossalai.zero.gemini.planning._tracer import OtherBytes as OtherBytes
 from colossalai.zero.gemini.planning._tracer import Tracer as Tracer
-from colossalai.zero.gemini.planning._victims import DoesNotFit as DoesNotFit
-from colossalai.zero.gemini.planning._victims import Period as Period
-from colossalai.zero.gemini.planning._victims import ResidencePlan as ResidencePlan
-from colossalai.zero.gemini.planning._victims import plan_residence as plan_residence

@@ -1,9 +1,9 @@
 """Placement policies: the home tier of each chunk's section and of its optimizer states.
 
-A section is a rank's part of an unused chunk; a chunk in use is on the compute tier as a whole, in addition
-to the data placed there. An iteration needs that tier for other data and the chunks in use; a policy
-distributes the rest of the budget to sections and states, and places the others on lower tiers. It is a
-function of sizes, tiers and trace only.
+A rank always holds its section of a chunk; a chunk in use is on the compute tier as a whole, in addition to
+the sections and states that have their home there. An iteration needs bytes of that tier for other memory and
+for the chunks in use; a policy assigns the rest of the budget to sections and states, and assigns the others
+to lower tiers. It is a pure function of sizes, tiers and trace.
 """
 
 import enum
@@ -23,7 +23,7 @@ class Home(enum.Enum):
     DISK = "disk"
 
 
-Tiers = Mapping[Home, int | None]  # those that are there, with their bytes; None where no bound is known
+Tiers = Mapping[Home, int | None]  # the existing tiers, with their bytes; None: unknown
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ModelData:
 
     @property
     def two_chunks(self) -> int:
-        """Bytes of the two largest chunks: one in use, and one being fetched or evicted."""
+        """Bytes of the two largest chunks: one in use, and another in flight."""
         return _two_largest(self.chunks)
 
     @property
@@ -64,9 +64,9 @@ class Placement:
         return sum(size for its_home, size in homes if its_home is home)
 
     def bytes_when_present(self, data: ModelData) -> tuple[int, ...]:
-        """Return the additional bytes of the compute tier that each chunk takes when it is present.
+        """Return the additional bytes of the compute tier for each chunk when it is present.
 
-        They are 0 for a section that is the whole chunk, as with one rank, and is placed there.
+        They are 0 for a section that is the whole chunk, as with one rank, and has its home there.
         """
         return tuple(
             0 if home is Home.COMPUTE and section == chunk else chunk
@@ -79,18 +79,18 @@ class _Fill(enum.Enum):
 
     ALL = enum.auto()
     NONE = enum.auto()
-    FIRST_USED = enum.auto()  # as many as fit in addition to an iteration's needs, in the order of first use
+    FIRST_USED = enum.auto()  # as many as fit into the rest of an iteration, in the order of first use
     MOST_SAVED = enum.auto()  # as many, in the order of the bytes that are then not moved in an iteration
 
 
 @dataclass(frozen=True)
 class _Rule:
-    """Placement by a policy.
+    """The rules of one policy.
 
     Attributes:
-        fill: The sections that are placed on the compute tier.
-        has_margin: Whether states have `gpu_margin_mem_ratio` of the remaining bytes of it.
-        uses_disk: Whether data that do not fit into host memory are placed on disk.
+        fill: Which sections have their home on the compute tier.
+        has_margin: Whether states have `gpu_margin_mem_ratio` of the bytes that sections leave of it.
+        uses_disk: Whether sections and states that do not fit into host memory are on disk.
     """
 
     fill: _Fill
@@ -119,18 +119,18 @@ class PlacementPolicy:
     - `cuda`: all on the compute device.
     - `cpu`: all in host memory but the chunks that are used; without an accelerator that is the same.
     - `const`: sections on the compute device as far as `memory_budget` goes, in the order of first use.
-    - `auto`: those first whose stay saves most bytes, as many as fit; and states in the margin.
-    - `nvme`: as `auto`, and data that do not fit into host memory are on disk.
+    - `auto`: the sections that save most bytes first, as many as fit; and states in the margin.
+    - `nvme`: as `auto`, with a disk below host memory.
 
-    Without an accelerator the last three place data that do not fit into memory on disk, if there is one, and
-    states have all memory that sections leave.
+    Without an accelerator the last three use the disk below memory, if there is a disk, and states have all
+    the memory that sections leave.
 
     Args:
         name: The name of the policy.
-        memory_budget: Bytes of the compute tier, for model data and all else; None for all of the tier.
-        host_budget: Bytes of host memory for sections and states; None for all of the tier.
-        warmup_ratio: The part of the budget that model data has before there is a trace.
-        gpu_margin_mem_ratio: The part for states of the compute tier that sections and an iteration leave.
+        memory_budget: Bytes of the compute tier for all memory. None: the bound of the tier.
+        host_budget: Bytes of host memory for sections and states. None: the bound of the tier.
+        warmup_ratio: Fraction of the budget for model data before there is a trace.
+        gpu_margin_mem_ratio: Fraction for states of the compute tier's bytes left by sections and iteration.
 
     Raises:
         ValueError: `name` is none of the five; `memory_budget` is None with "const"; a budget is negative; or
@@ -157,10 +157,10 @@ class PlacementPolicy:
             raise ValueError("placement_policy='const' has a fixed budget: give memory_budget=<bytes>")
 
     def check(self, tiers: Tiers) -> None:
-        """Refuse options without effect or room for any model.
+        """Refuse settings without effect or without room, for any model.
 
         Raises:
-            ValueError: A budget, or the policy, needs a missing tier, or the policy never uses the disk.
+            ValueError: `tiers` lacks a tier of a budget or of the policy, or the policy never uses the disk.
         """
         bounds = self._bounds(tiers)
         self._check_tiers(bounds)
@@ -181,12 +181,12 @@ class PlacementPolicy:
 
         Args:
             data: The sizes of chunks, sections and states.
-            tiers: The existing tiers, and their bytes for this model and its activations.
-            trace: The repeated iteration; None before one is recorded.
+            tiers: The existing tiers, with their bytes for this model and its activations.
+            trace: The iteration that repeats. None: not recorded yet.
 
         Raises:
-            ValueError: The budget is below two chunks and the measured other data; a budget, or the policy,
-                needs a missing tier; or a tier has no room for its data.
+            ValueError: The budget is below two chunks and the measured other memory; `tiers` lacks a tier of
+                a budget or of the policy; or a tier has too little room for its sections and states.
         """
         bounds = self._bounds(tiers)
         self._check_tiers(bounds)
@@ -204,10 +204,10 @@ class PlacementPolicy:
     def chunk_budget(
         self, placement: Placement, data: ModelData, tiers: Tiers, trace: Trace | None = None
     ) -> int | None:
-        """Return the bytes of the compute tier without the data placed there; None for no bound.
+        """Return the bytes of the compute tier left by sections and states. None: no bound.
 
-        With a trace they are for present chunks and other data. Before there is one they are for present
-        chunks only, at least two.
+        With a trace they are for present chunks and for other memory. Without a trace they are for present
+        chunks alone, and at least two.
         """
         budget = self._bounds(tiers)[Home.COMPUTE]
         if math.isinf(budget):
@@ -229,7 +229,7 @@ class PlacementPolicy:
         return bounds
 
     def _tiers_below(self, bounds: Mapping[Home, float]) -> dict[Home, float]:
-        """Return the tiers for what does not fit on the compute tier: a disk below host memory on request."""
+        """Return the tiers below the compute tier: a disk below host memory on request."""
         uses_disk = _RULES[self.name].uses_disk or Home.HOST not in bounds
         return {
             home: bound
@@ -264,7 +264,7 @@ class PlacementPolicy:
         return max(0.0, model_budget - _most_needed(data.chunks, trace))
 
     def _check_tiers(self, bounds: Mapping[Home, float]) -> None:
-        """Refuse options without effect on these tiers."""
+        """Refuse settings without effect on these tiers."""
         memory, budget = Home.HOST, "host_budget"
         if Home.HOST not in bounds:
             memory, budget = Home.COMPUTE, "memory_budget"
@@ -290,7 +290,7 @@ class PlacementPolicy:
 
 
 def _is_disk_next(below: Tiers | Mapping[Home, float]) -> bool:
-    """Return whether the disk is the next lower tier, so that its data are updated in memory."""
+    """Return whether the disk is the next lower tier, so that its chunks are updated in memory."""
     return Home.DISK in below and Home.HOST not in below
 
 
@@ -299,7 +299,7 @@ class SmallBudgetError(ValueError):
 
     Args:
         message: The message.
-        needed: Sufficient bytes.
+        needed: The smallest sufficient budget in bytes.
     """
 
     def __init__(self, message: str, needed: int) -> None:
@@ -344,7 +344,7 @@ def _check_room(
 
 
 def _most_needed(sizes: Sequence[int], trace: Trace | None) -> int:
-    """Return the most additional bytes of the compute tier: of a use, with the next chunk."""
+    """Return the most bytes that a use and the next chunk take of the compute tier, without homes."""
     if trace is None:
         return _two_largest(sizes)
     following = (*trace.needed[1:], *trace.needed[:1])
@@ -366,7 +366,7 @@ def _in_order_of_use(num_chunks: int, trace: Trace | None) -> list[int]:
 def _deal_out(
     sizes: Sequence[int], order: Iterable[int], rooms: Mapping[Home, float]
 ) -> tuple[tuple[Home, ...], dict[Home, float]]:
-    """Return the first tier in which each chunk fits, or the last one; and the rest of the tiers."""
+    """Return the first tier in which each chunk fits, or the last one, and the rest of the tiers."""
     left = dict(rooms)
     homes = {}
     for chunk in order:

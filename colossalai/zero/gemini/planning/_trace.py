@@ -1,11 +1,11 @@
-"""The trace of an iteration: the order in which chunks are used, and the memory of other data.
+"""The trace of an iteration: the order in which chunks are used, and the other memory at each use.
 
-An iteration is one step with all its microbatches, forward and backward. It is a row of uses; the time from
-one use until the next is a period. The first iteration is recorded; the following ones are compared with the
-record, use by use, so that its plan is executed only while the iteration is the same.
+An iteration is one step with all its microbatches, forward and backward. It is a sequence of uses; the time
+from one use until the next is a period. The first iteration is recorded; the next ones are compared with the
+record, use by use, and its plan is followed only while they match.
 
-Nothing here reads a clock or communicates. Uses are equal on all ranks, and so are the follower's results;
-bytes are not (batches differ). Decisions that lead to a collective need a trace that covers those of all
+This file reads no clock and communicates with no rank. Uses are equal on all ranks, and so are the results of
+the follower; bytes differ, as batches do. Decisions about collectives need a trace that covers those of all
 ranks.
 """
 
@@ -19,15 +19,15 @@ from functools import cached_property
 
 @dataclass(frozen=True)
 class Trace:
-    """The uses of one iteration, as a value. A moment is the index of a use, and of its period.
+    """The uses of one iteration. A moment is the index of a use, and of the period that it begins.
 
-    The iteration is assumed to repeat: the first moment follows the last one.
+    The iteration repeats: the first moment follows the last.
 
     Attributes:
         uses: The number of the chunk that is used, for each moment.
-        other_bytes: The most bytes of the compute tier that were not chunks, for each period.
-        held: Further chunks that could not be evicted, for each period: other arguments of the same call, or
-            referenced memory. Empty if that was not recorded.
+        other_bytes: The most bytes of other memory on the compute tier, for each period.
+        held: The chunks that could not be evicted in addition to the used one, for each period: further
+            arguments of the same call, or referenced memory. Empty if that was not recorded.
     """
 
     uses: tuple[int, ...]
@@ -57,9 +57,9 @@ class Trace:
         return {chunk: tuple(its) for chunk, its in moments.items()}
 
     def next_need(self, chunk: int, after: int) -> int | None:
-        """Return the first moment after `after` at which a chunk is needed; None if it is never needed.
+        """Return the first moment after `after` at which a chunk is needed. None: it is never needed.
 
-        A need of the next iteration counts on: moment `len(trace)` is the first of that one. O(log n).
+        Needs of the next iteration continue the count: moment `len(trace)` is its first. O(log n).
         """
         moments = self.moments.get(chunk)
         if moments is None:
@@ -68,7 +68,7 @@ class Trace:
         return moments[position] if position < len(moments) else len(self) + moments[0]
 
     def covering(self, other: "Trace") -> "Trace":
-        """Return a trace of the same uses with the larger bytes of both, and the chunks held in either."""
+        """Return a trace of the same uses with the larger bytes of both, and the held chunks of either."""
         assert other.uses == self.uses, "only traces of the same uses can be covered by one"
         most = tuple(map(max, self.other_bytes, other.other_bytes))
         held = tuple(a | b for a, b in zip(self.needed, other.needed, strict=True))
@@ -76,7 +76,7 @@ class Trace:
 
 
 class TraceRecorder:
-    """Makes a trace of the uses and bytes of one iteration."""
+    """Records the trace of one iteration."""
 
     def __init__(self) -> None:
         self._uses: list[int] = []
@@ -92,7 +92,7 @@ class TraceRecorder:
 
         Args:
             chunk: Its number.
-            held: Other chunks that may not be dropped now.
+            held: Other chunks that cannot be evicted now.
         """
         beside = frozenset(held) - {chunk}
         if self._uses and self._uses[-1] == chunk:
@@ -103,7 +103,7 @@ class TraceRecorder:
         self._held.append(beside)
 
     def sample(self, other_bytes: int) -> None:
-        """Note how many bytes of the compute tier are not chunks at this moment."""
+        """Record the bytes of other memory on the compute tier at this moment."""
         if self._uses:
             self._other_bytes[-1] = max(self._other_bytes[-1], other_bytes)
         else:
@@ -119,32 +119,32 @@ class TraceRecorder:
         return Trace(tuple(self._uses), tuple(self._other_bytes), tuple(self._held))
 
 
-class Pursuit(enum.Enum):
-    """Relation of an iteration to the trace."""
+class TraceState(enum.Enum):
+    """State of an iteration relative to the trace."""
 
     RECORDING = enum.auto()  # there is no trace to follow: this iteration becomes one
-    FOLLOWING = enum.auto()  # every use so far was the trace's
-    DEPARTED = enum.auto()  # a use differed: the rest of this iteration is of no use
+    FOLLOWING = enum.auto()  # every use so far matches the trace
+    MISMATCHED = enum.auto()  # a use differs: the rest of this iteration is ignored
 
 
 LEGAL_MOVES = frozenset(
     {
-        (Pursuit.RECORDING, Pursuit.FOLLOWING),  # at the end of an iteration
-        (Pursuit.FOLLOWING, Pursuit.DEPARTED),  # at a use
-        (Pursuit.FOLLOWING, Pursuit.RECORDING),  # at the end of an iteration that was too short
-        (Pursuit.DEPARTED, Pursuit.RECORDING),  # at the end of an iteration
+        (TraceState.RECORDING, TraceState.FOLLOWING),  # at the end of an iteration
+        (TraceState.FOLLOWING, TraceState.MISMATCHED),  # at a use
+        (TraceState.FOLLOWING, TraceState.RECORDING),  # at the end of an iteration that was too short
+        (TraceState.MISMATCHED, TraceState.RECORDING),  # at the end of an iteration
     }
 )
 
 
 @dataclass(frozen=True)
-class Departure:
-    """The point at which an iteration left the trace.
+class TraceMismatch:
+    """The first difference between an iteration and the trace.
 
     Attributes:
         moment: The index of the use.
-        expected: The chunk that the trace has there; None where it is over.
-        found: The chunk that was used instead; None if the iteration ended.
+        expected: The chunk of the trace at that use. None: the trace has ended.
+        found: The chunk used instead. None: the iteration has ended.
     """
 
     moment: int
@@ -158,70 +158,69 @@ class Departure:
 
 
 class TraceFollower:
-    """Records an iteration, compares the following ones with it, and records again when one differs.
+    """Records an iteration, compares the next ones with it, and records again after a mismatch.
 
-    An iteration that differs leaves the trace at that use. The next one is recorded as a whole, and the one
-    after that follows the new trace. An equal iteration with more other bytes leads to a trace that covers
-    both.
+    An iteration with a mismatch has no trace from that use on. The next one is recorded as a whole, and the
+    one after that follows the new trace. A matching iteration with more other bytes extends the trace.
     """
 
     def __init__(self) -> None:
-        self._pursuit = Pursuit.RECORDING
+        self._state = TraceState.RECORDING
         self._trace: Trace | None = None
         self._recorder = TraceRecorder()
 
     @property
-    def pursuit(self) -> Pursuit:
-        """Relation of the iteration to the trace."""
-        return self._pursuit
+    def state(self) -> TraceState:
+        """State of this iteration relative to the trace."""
+        return self._state
 
     @property
     def is_recording(self) -> bool:
         """Whether this iteration becomes the trace."""
-        return self._pursuit is Pursuit.RECORDING
+        return self._state is TraceState.RECORDING
 
     @property
     def trace(self) -> Trace | None:
-        """The trace, if the iteration is on it."""
-        return self._trace if self._pursuit is Pursuit.FOLLOWING else None
+        """The trace, if this iteration matches it so far."""
+        return self._trace if self._state is TraceState.FOLLOWING else None
 
     @property
     def moment(self) -> int:
         """The index of the last use of this iteration; -1 before the first."""
         return len(self._recorder) - 1
 
-    def use(self, chunk: int, held: Iterable[int] = ()) -> Departure | None:
-        """Take note of a use; return where the trace was left, if it was at this use."""
+    def use(self, chunk: int, held: Iterable[int] = ()) -> TraceMismatch | None:
+        """Record a use; return the mismatch, if it is the first one of the iteration."""
         self._recorder.use(chunk, held)
-        if self._pursuit is not Pursuit.FOLLOWING:
+        if self._state is not TraceState.FOLLOWING:
             return None
         expected = self._expected_at(self.moment)
         if chunk == expected:
             return None
-        self._move(Pursuit.DEPARTED)
-        return Departure(self.moment, expected, chunk)
+        self._move(TraceState.MISMATCHED)
+        return TraceMismatch(self.moment, expected, chunk)
 
     def sample(self, other_bytes: int) -> None:
-        """Take note of the bytes that are not chunks at this moment."""
+        """Record the bytes of other memory at this moment."""
         self._recorder.sample(other_bytes)
 
-    def end_iteration(self) -> Departure | None:
-        """End the iteration; return the departure if the trace has further uses.
+    def end_iteration(self) -> TraceMismatch | None:
+        """End the iteration; return the mismatch, if the trace continues.
 
-        Without a use it does not count as an iteration.
+        Without a use, nothing is recorded.
         """
         if self.moment < 0:
             return None
         length = self.moment + 1
         recorded, self._recorder = self._recorder.finish(), TraceRecorder()
-        if self._pursuit is Pursuit.RECORDING:
+        if self._state is TraceState.RECORDING:
             self._trace = recorded
-            self._move(Pursuit.FOLLOWING)
-        elif self._pursuit is Pursuit.DEPARTED:
-            self._move(Pursuit.RECORDING)
+            self._move(TraceState.FOLLOWING)
+        elif self._state is TraceState.MISMATCHED:
+            self._move(TraceState.RECORDING)
         elif (expected := self._expected_at(length)) is not None:
-            self._move(Pursuit.RECORDING)
-            return Departure(length, expected, None)
+            self._move(TraceState.RECORDING)
+            return TraceMismatch(length, expected, None)
         elif self._trace is not None and any(map(operator.gt, recorded.other_bytes, self._trace.other_bytes)):
             self._trace = self._trace.covering(replace(recorded, held=()))
         return None
@@ -230,7 +229,7 @@ class TraceFollower:
         assert self._trace is not None, "a trace is followed"
         return self._trace.uses[moment] if moment < len(self._trace) else None
 
-    def _move(self, pursuit: Pursuit) -> None:
-        move = (self._pursuit, pursuit)
-        assert move in LEGAL_MOVES, f"{self._pursuit.name} cannot become {pursuit.name}"
-        self._pursuit = pursuit
+    def _move(self, state: TraceState) -> None:
+        move = (self._state, state)
+        assert move in LEGAL_MOVES, f"{self._state.name} cannot become {state.name}"
+        self._state = state

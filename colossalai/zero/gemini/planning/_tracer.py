@@ -1,19 +1,18 @@
-"""The tracer: the one recorder of an iteration, from which chunks are planned and timelines are made.
+"""The tracer: the one recorder of an iteration, for eviction plans and timelines.
 
-[Note: other data]
-Other data of a step than chunks (activations, gradients in flight, temporary results) are counted by
-storages, in
-the recorded iteration: a dispatch mode sees each tensor that a function of torch returns, and a finalizer on
-its storage reports when the memory is free. Resident size would include memory kept by an allocator. Until
-then the interpreter holds the finalizer's arguments, so these must not reference the model: the mode does
-not, and neither does `is_model_data`.
+[Note: memory other than model data]
+The other memory of a step (activations, gradients before averaging, temporary results) is counted by storage,
+in the one iteration that is recorded: a dispatch mode receives each tensor that a function of torch returns,
+and a finalizer on its storage runs when the memory is freed. Resident size would include memory that an
+allocator keeps. The interpreter keeps a finalizer and its function alive until then, so these must not
+reference the model: neither the mode nor `is_model_data` does.
 
-A later forward with larger inputs than any before is counted, too: its bytes can exceed those of the plan.
+A later forward with larger inputs than any before is counted, too: its bytes can be more than those that the
+plan was made for.
 
-The mode is on from the first forward of the iteration until its gradients are requested, so that the loss and
-the
-backward are included. Modes are a stack: if another mode is on, this one is off after each forward.
-A tracer that is freed in between, with its model, switches its mode off.
+The mode is active from the first forward of the iteration until its gradients are read, so that it includes
+the loss and the backward. Modes are a stack: if a mode of the user is active, this one ends after each
+forward. A tracer that is freed in between, with its model, ends its mode.
 """
 
 import sys
@@ -32,23 +31,23 @@ from torch.utils._python_dispatch import (
 from torch.utils._pytree import tree_leaves
 
 from colossalai.logging import get_dist_logger
-from colossalai.zero.gemini.planning._trace import Departure, Trace, TraceFollower
-from colossalai.zero.gemini.planning._victims import Period, ResidencePlan
+from colossalai.zero.gemini.planning._eviction import EvictionPlan, Period
+from colossalai.zero.gemini.planning._trace import Trace, TraceFollower, TraceMismatch
 
 if TYPE_CHECKING:
     from colossalai.zero.gemini._timeline import ChunkTimeline
 
-_LOOKS_AHEAD = 2  # periods whose sections on disk are read ahead
+_LOOKS_AHEAD = 2  # periods whose chunks on disk are prefetched
 
-_MOST_VALUES = 1000  # limit of inspected values in a nest of inputs
+_MOST_VALUES = 1000  # limit on the inspected values of a nest of inputs
 
 
 class OtherBytes(TorchDispatchMode):
-    """Counts the memory of tensors that functions of torch make; see [Note: other data].
+    """Counts the memory of results of torch functions; see [Note: memory other than model data].
 
     Args:
-        device: Device of the counted memory.
-        is_model_data: Whether a storage, by its address as an object, is one of chunks; it holds no chunks.
+        device: The device whose memory is counted.
+        is_model_data: Returns whether the storage object at an address belongs to a chunk; references none.
     """
 
     def __init__(self, device: torch.device, is_model_data: Callable[[int], bool]) -> None:
@@ -67,12 +66,12 @@ class OtherBytes(TorchDispatchMode):
             self.__enter__()
 
     def pause(self) -> None:
-        """Stop after a forward, if the mode may not stay: another one is on, or the forward has failed."""
+        """Stop after a forward, if another mode is active or the forward has failed."""
         if not self._is_alone or sys.exc_info()[0] is not None:
             self.stop()
 
     def stop(self) -> None:
-        """Stop counting; earlier counts are kept."""
+        """Stop counting; counted storages are still tracked."""
         if self._is_on and _get_current_dispatch_mode() is self:
             self._is_on = False
             self.__exit__(None, None, None)
@@ -83,7 +82,7 @@ class OtherBytes(TorchDispatchMode):
         return peak
 
     def set_aside(self, make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return a tensor of future model data, which does not count before it is registered."""
+        """Return a tensor that becomes model data, without counting it until it is registered."""
         peak = self._peak
         tensor = make()
         self.forget(tensor)
@@ -91,7 +90,7 @@ class OtherBytes(TorchDispatchMode):
         return tensor
 
     def forget(self, tensor: torch.Tensor) -> None:
-        """Let a tensor not count, which has become model data."""
+        """Stop counting a tensor that has become model data."""
         self._forget(tensor.untyped_storage()._cdata)
 
     def __torch_dispatch__(
@@ -114,7 +113,7 @@ class OtherBytes(TorchDispatchMode):
         key = storage._cdata
         if key in self._alive or self._is_model_data(key):
             return
-        # Foreign memory (a mapped file, a segment) can be larger than the tensor in it.
+        # Memory of another owner (a mapped file, a segment) can be larger than the tensor in it.
         size = storage.nbytes() if storage.resizable() else tensor.numel() * tensor.element_size()
         self._alive[key] = size
         self._bytes += size
@@ -136,7 +135,7 @@ class Tracer:
         counter: As given.
         plans: As given.
         timeline: The timeline that is recorded; None: none.
-        has_grown: Whether iterations took more other bytes on this rank than the plan was made for.
+        has_grown: Whether iterations took more other bytes on this rank than planned.
     """
 
     def __init__(self, counter: OtherBytes, *, plans: bool) -> None:
@@ -145,14 +144,14 @@ class Tracer:
         self.timeline: ChunkTimeline | None = None
         self.has_grown = False
         self._follower = TraceFollower()
-        self._plan: ResidencePlan | None = None
+        self._plan: EvictionPlan | None = None
         self._known = (0, 0)  # elements, and the longest dimension, of the largest inputs in the trace
         self._has_larger = False  # whether this iteration has larger ones
         weakref.finalize(self, counter.stop).atexit = False
 
     @property
     def _samples(self) -> bool:
-        """Whether the trace gets other memory in this iteration: it is recorded, or has larger inputs."""
+        """Whether other memory is added to the trace: this iteration is recorded, or has larger inputs."""
         return self.plans and (self._follower.is_recording or self._has_larger)
 
     @property
@@ -162,12 +161,12 @@ class Tracer:
 
     @property
     def trace(self) -> Trace | None:
-        """The trace that is followed; None while an iteration is off it, or recorded."""
+        """The trace that is followed. None: after a mismatch, or while recording."""
         return self._follower.trace
 
     @property
     def is_followed(self) -> bool:
-        """Whether there is a plan, and the iteration goes as it was planned."""
+        """Whether there is a plan, and the iteration matches its trace."""
         return self._plan is not None and self._follower.trace is not None
 
     def begin_forward(self, inputs: Any) -> None:
@@ -251,12 +250,12 @@ class Tracer:
         """End the step, before any section moves.
 
         Args:
-            gathered_bytes: Of chunks that are still present.
+            gathered_bytes: Bytes of chunks that are still present.
         """
         if self.timeline is not None:
             self.timeline.end_step(gathered_bytes)
 
-    def follow(self, plan: ResidencePlan) -> None:
+    def follow(self, plan: EvictionPlan) -> None:
         """Follow a plan that was made from the trace."""
         self._plan = plan
         self.has_grown = False
@@ -276,12 +275,12 @@ class Tracer:
         self._log(self._follower.end_iteration())
         self._has_larger = False
         if self._follower.is_recording and not was_recording:
-            self._known = 0, 0  # of these inputs the next trace has nothing
+            self._known = 0, 0  # the next trace does not include these inputs
         trace = self._follower.trace
         self.has_grown |= before is not None and trace is not None and trace is not before
         return trace if was_recording else None
 
-    def _log(self, departure: Departure | None) -> None:
+    def _log(self, departure: TraceMismatch | None) -> None:
         if departure is not None:
             get_dist_logger().info(
                 f"chunks: {departure}; the least recently used go until a whole iteration is recorded again",

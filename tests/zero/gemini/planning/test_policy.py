@@ -9,10 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from colossalai.zero.gemini import InChunks
+from colossalai.zero.gemini import Gemini
+from colossalai.zero.gemini.planning._eviction import EvictionPlan, plan_evictions
 from colossalai.zero.gemini.planning._policy import Home, ModelData, Placement, PlacementPolicy, Tiers
 from colossalai.zero.gemini.planning._trace import Trace
-from colossalai.zero.gemini.planning._victims import ResidencePlan, plan_residence
 
 pytestmark = pytest.mark.unit
 
@@ -156,7 +156,7 @@ def test_homes_stay_within_the_tiers_and_leave_what_an_iteration_needs(
         most = max(policy.warmup_ratio * policy.memory_budget, data.two_chunks)
         assert data.two_chunks <= left <= most - placed.bytes_at(C, data)
     else:
-        assert isinstance(plan_residence(trace, data.chunks, left), ResidencePlan)
+        assert isinstance(plan_evictions(trace, data.chunks, left), EvictionPlan)
 
 
 @pytest.mark.parametrize(
@@ -268,6 +268,6 @@ def test_what_no_tier_can_do_is_refused_before_the_model_changes(tmp_path: Path)
         ({"keeps_grads": True, "offload_dir": tmp_path}, "offload_dir in a pipeline"),
     ):
         with pytest.raises(ValueError, match=words):
-            InChunks(**options).check(nn.Linear(2, 2), [], blocks=[], replicas=None)
+            Gemini(**options).check(nn.Linear(2, 2), [], blocks=[], replicas=None)
     with pytest.raises(ValueError, match=r"placement_policy is 'gpu'; it must be one of \['cuda', 'cpu', "):
-        InChunks(placement_policy="gpu")
+        Gemini(placement_policy="gpu")

@@ -6,11 +6,11 @@ from hypothesis import strategies as st
 
 from colossalai.zero.gemini.planning._trace import (
     LEGAL_MOVES,
-    Departure,
-    Pursuit,
     Trace,
     TraceFollower,
+    TraceMismatch,
     TraceRecorder,
+    TraceState,
 )
 
 pytestmark = pytest.mark.unit
@@ -23,7 +23,7 @@ def merged(uses: list[int]) -> tuple[int, ...]:
     return tuple(use for i, use in enumerate(uses) if i == 0 or uses[i - 1] != use)
 
 
-def run_iteration(follower: TraceFollower, uses: list[int]) -> list[Departure]:
+def run_iteration(follower: TraceFollower, uses: list[int]) -> list[TraceMismatch]:
     """Tell a follower one iteration; return what it said."""
     said = [follower.use(chunk) for chunk in uses]
     said.append(follower.end_iteration())
@@ -81,18 +81,20 @@ def test_an_iteration_is_recorded_and_then_followed() -> None:
         assert run_iteration(follower, [0, 1, 1]) == []
         assert follower.moment == -1
     assert follower.end_iteration() is None  # nothing was used: no iteration
-    assert follower.pursuit is Pursuit.FOLLOWING
+    assert follower.state is TraceState.FOLLOWING
 
 
 @pytest.mark.parametrize(
     ("uses", "departure", "words"),
     [
-        ([0, 2, 1, 0], Departure(1, 1, 2), "use 1 .* chunk 2 was used, and recorded was chunk 1"),
-        ([0, 1, 0, 1], Departure(3, None, 1), "chunk 1 was used, and recorded was the end"),
-        ([0, 1], Departure(2, 0, None), "the iteration ended, and recorded was chunk 0"),
+        ([0, 2, 1, 0], TraceMismatch(1, 1, 2), "use 1 .* chunk 2 was used, and recorded was chunk 1"),
+        ([0, 1, 0, 1], TraceMismatch(3, None, 1), "chunk 1 was used, and recorded was the end"),
+        ([0, 1], TraceMismatch(2, 0, None), "the iteration ended, and recorded was chunk 0"),
     ],
 )
-def test_a_departure_is_told_once_where_it_happens(uses: list[int], departure: Departure, words: str) -> None:
+def test_a_departure_is_told_once_where_it_happens(
+    uses: list[int], departure: TraceMismatch, words: str
+) -> None:
     follower = TraceFollower()
     run_iteration(follower, [0, 1, 0])
     assert run_iteration(follower, uses) == [departure]
@@ -127,15 +129,15 @@ def test_a_follower_keeps_its_word_over_any_iterations(rounds: list[list[int]]) 
     follower = TraceFollower()
     recorded: tuple[int, ...] | None = None
     for uses in rounds:
-        pursuit = follower.pursuit
-        assert (pursuit is Pursuit.FOLLOWING) == (recorded is not None)
+        state = follower.state
+        assert (state is TraceState.FOLLOWING) == (recorded is not None)
         said = run_iteration(follower, uses)
-        moves = (pursuit, follower.pursuit)
+        moves = (state, follower.state)
         if recorded is None:
             assert said == []
             recorded = merged(uses)
         elif merged(uses) == recorded:
-            assert (said, moves) == ([], (Pursuit.FOLLOWING, Pursuit.FOLLOWING))
+            assert (said, moves) == ([], (TraceState.FOLLOWING, TraceState.FOLLOWING))
         else:
             assert len(said) == 1
             assert (said[0].expected, said[0].found) == at(said[0].moment, recorded, merged(uses))
@@ -148,13 +150,13 @@ def at(moment: int, *rows: tuple[int, ...]) -> tuple[int | None, ...]:
 
 
 def test_every_illegal_move_is_refused_and_every_legal_one_made() -> None:
-    for begin in Pursuit:
-        for end in Pursuit:
+    for begin in TraceState:
+        for end in TraceState:
             follower = TraceFollower()
-            follower._pursuit = begin
+            follower._state = begin
             if (begin, end) in LEGAL_MOVES:
                 follower._move(end)
-                assert follower.pursuit is end
+                assert follower.state is end
             else:
                 with pytest.raises(AssertionError, match=f"{begin.name} cannot become {end.name}"):
                     follower._move(end)

@@ -1,4 +1,4 @@
-"""Victims and plans: bytes against brute force and least recently used, and the budget in every period."""
+"""Eviction plans: bytes against brute force and least recently used, and the budget in every period."""
 
 from collections.abc import Callable, Iterator
 from itertools import chain, combinations, pairwise
@@ -7,17 +7,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossalai.zero.gemini.planning._trace import Trace
-from colossalai.zero.gemini.planning._victims import (
+from colossalai.zero.gemini.planning._eviction import (
     EXACT_CHUNKS,
     DoesNotFit,
-    ResidencePlan,
-    Victims,
-    choose_victims,
+    EvictionPlan,
+    choose_evictions,
     least_recently_used,
     needed_latest,
-    plan_residence,
+    plan_evictions,
 )
+from colossalai.zero.gemini.planning._trace import Trace
 
 pytestmark = pytest.mark.unit
 
@@ -55,9 +54,9 @@ def gpt_trace(
     return Trace(tuple(uses), tuple(grows))
 
 
-def planned(trace: Trace, sizes: list[int], budget: int | None) -> ResidencePlan:
-    plan = plan_residence(trace, sizes, budget)
-    assert isinstance(plan, ResidencePlan)
+def planned(trace: Trace, sizes: list[int], budget: int | None) -> EvictionPlan:
+    plan = plan_evictions(trace, sizes, budget)
+    assert isinstance(plan, EvictionPlan)
     return plan
 
 
@@ -87,10 +86,10 @@ def fewest_bytes_by_sets(
     return min(fewest)
 
 
-def fewest_bytes_by_stays(trace: Trace, sizes: list[int], budget: int) -> int:
+def fewest_bytes_by_intervals(trace: Trace, sizes: list[int], budget: int) -> int:
     """Try every subset of [a chunk remains from one need until its next], and count who is fetched."""
     n = len(trace)
-    stays = [
+    intervals = [
         (chunk, [m % n for m in range(begin + 1, end)])
         for chunk in range(len(sizes))
         for moments in [[m for m in range(n) if chunk in trace.needed[m]]]
@@ -101,11 +100,11 @@ def fewest_bytes_by_stays(trace: Trace, sizes: list[int], budget: int) -> int:
 
     def choose(index: int, used: list[int], saved: int) -> None:
         nonlocal most_saved
-        if index == len(stays):
+        if index == len(intervals):
             most_saved = max(most_saved, saved)
             return
         choose(index + 1, used, saved)
-        chunk, periods = stays[index]
+        chunk, periods = intervals[index]
         with_it = [bytes_ + sizes[chunk] * (m in periods) for m, bytes_ in enumerate(used)]
         if max(with_it) <= budget:
             choose(index + 1, with_it, saved + sizes[chunk])
@@ -129,7 +128,7 @@ def bytes_of_lru(trace: Trace, sizes: list[int], budget: int) -> int:
     return moved
 
 
-def replay(trace: Trace, sizes: list[int], plan: ResidencePlan, budget: int) -> Iterator[int]:
+def replay(trace: Trace, sizes: list[int], plan: EvictionPlan, budget: int) -> Iterator[int]:
     """Do what the plan says, from an empty tier, and check it at every step; yield the bytes moved."""
     present: set[int] = set()
     under_way: set[int] = set()
@@ -162,7 +161,7 @@ def test_the_bytes_are_the_fewest_of_all_ways_through_sets(case: Case) -> None:
 def test_the_bytes_are_the_fewest_for_eight_chunks(case: Case) -> None:
     plan = planned(*case)
     assert plan.is_exact
-    assert plan.moved_bytes == fewest_bytes_by_stays(*case)
+    assert plan.moved_bytes == fewest_bytes_by_intervals(*case)
 
 
 @settings(max_examples=100)
@@ -205,7 +204,7 @@ def test_a_gpt_moves_no_more_than_least_recently_used(
 def test_a_gpt_of_few_chunks_moves_the_fewest_bytes(num_blocks: int, room: int) -> None:
     trace = gpt_trace(num_blocks)
     sizes = [9, *(5 + chunk % 3 for chunk in range(num_blocks))]
-    assert planned(trace, sizes, 13 + room).moved_bytes == fewest_bytes_by_stays(trace, sizes, 13 + room)
+    assert planned(trace, sizes, 13 + room).moved_bytes == fewest_bytes_by_intervals(trace, sizes, 13 + room)
 
 
 @pytest.mark.parametrize("room", range(25))
@@ -304,55 +303,45 @@ def test_arguments_of_one_call_are_present_together() -> None:
     trace = Trace((0, 1, 2), (0, 0, 0), (frozenset(), frozenset({0}), frozenset()))
     plan = planned(trace, [3, 3, 3], 6)
     assert plan.periods[1].present == {0, 1}
-    assert plan_residence(trace, [3, 3, 3], 5) == DoesNotFit(1, 1, needed_bytes=6, allowed_bytes=5)
+    assert plan_evictions(trace, [3, 3, 3], 5) == DoesNotFit(1, 1, needed_bytes=6, allowed_bytes=5)
 
 
 def test_a_use_that_does_not_fit_is_named_with_the_number_that_would_do() -> None:
     trace = Trace((0, 1, 2), (5, 7, 1))
-    lacks = plan_residence(trace, [4, 3, 8], 8)
+    lacks = plan_evictions(trace, [4, 3, 8], 8)
     assert lacks == DoesNotFit(chunk=1, moment=1, needed_bytes=10, allowed_bytes=8)
-    assert isinstance(plan_residence(trace, [4, 3, 8], 10), ResidencePlan)
+    assert isinstance(plan_evictions(trace, [4, 3, 8], 10), EvictionPlan)
 
 
-def test_victims_on_and_off_the_trace() -> None:
+def test_evictions_on_and_off_the_trace() -> None:
     trace = Trace((0, 1, 2, 3, 1), (0,) * 5)
     present = {0: 4, 1: 2, 2: 3, 9: 1}  # 9 is never needed
     order = needed_latest(trace, 2)
-    assert choose_victims(present, 1, order=order) == Victims((9,), 0)
-    assert choose_victims(present, 2, order=order, pinned={2}) == Victims((9, 0), 0)
-    assert choose_victims(present, 6, order=order, pinned={2}) == Victims((9, 0, 1), 0)
-    assert choose_victims(present, 8, order=order, pinned={2}) == Victims((9, 0, 1), 1)
-    assert choose_victims(present, 0, order=order) == Victims((), 0)
+    assert choose_evictions(present, 1, order=order) == (9,)
+    assert choose_evictions(present, 2, order=order) == (9, 2)
+    assert choose_evictions(present, 6, order=order) == (9, 2, 0)
+    assert choose_evictions(present, 11, order=order) == (9, 2, 0, 1)
+    assert choose_evictions(present, 0, order=order) == ()
     recency = least_recently_used({0: 7, 1: 5, 2: 6})
-    assert choose_victims(present, 4, order=recency) == Victims((9, 1, 2), 0)
-    assert choose_victims({5: 1, 4: 1, 3: 1}, 2, order=recency) == Victims((3, 4), 0)  # ties by number
+    assert choose_evictions(present, 4, order=recency) == (9, 1, 2)
+    assert choose_evictions({5: 1, 4: 1, 3: 1}, 2, order=recency) == (3, 4)  # ties by number
 
 
-@given(
-    present=st.dictionaries(st.integers(0, 6), st.integers(1, 9)),
-    num_bytes=st.integers(-3, 40),
-    data=st.data(),
-)
-def test_victims_free_what_is_asked_and_nobody_goes_in_vain(
-    present: dict[int, int], num_bytes: int, data: st.DataObject
-) -> None:
-    pinned = data.draw(st.frozensets(st.integers(0, 6)))
-    victims = choose_victims(present, num_bytes, order=lambda chunk: -chunk, pinned=pinned)
-    assert not pinned & set(victims.chunks)
-    assert list(victims.chunks) == sorted(victims.chunks, reverse=True)
-    freed = total(victims.chunks, present)  # type: ignore[arg-type]
-    assert victims.missing_bytes == max(0, num_bytes - freed)
-    assert not victims.chunks or freed - present[victims.chunks[-1]] < num_bytes
-    if victims.missing_bytes:
-        assert set(victims.chunks) == present.keys() - pinned
+@given(present=st.dictionaries(st.integers(0, 6), st.integers(1, 9)), num_bytes=st.integers(-3, 40))
+def test_evictions_free_the_bytes_and_none_is_in_vain(present: dict[int, int], num_bytes: int) -> None:
+    evicted = choose_evictions(present, num_bytes, order=lambda chunk: -chunk)
+    assert list(evicted) == sorted(evicted, reverse=True)
+    freed = total(evicted, present)  # type: ignore[arg-type]
+    assert freed >= num_bytes or set(evicted) == present.keys()
+    assert not evicted or freed - present[evicted[-1]] < num_bytes
 
 
 @settings(max_examples=60)
 @given(cases(num_chunks=4, num_moments=6), st.frozensets(st.integers(0, 3)))
 def test_what_the_optimizer_writes_is_fetched_in_every_iteration(case: Case, written: frozenset[int]) -> None:
     trace, sizes, budget = case
-    plan = plan_residence(trace, sizes, budget, out_of_date=written)
-    assert isinstance(plan, ResidencePlan)
+    plan = plan_evictions(trace, sizes, budget, out_of_date=written)
+    assert isinstance(plan, EvictionPlan)
     assert plan.moved_bytes == fewest_bytes_by_sets(trace, sizes, budget, written)
     assert not set(plan.periods[-1].ahead) & written
     moved = sum(total((*period.fetch, *period.ahead), sizes) for period in plan.periods)
@@ -367,8 +356,8 @@ def test_what_the_optimizer_writes_is_fetched_in_every_iteration(case: Case, wri
 @given(cases(num_chunks=14, num_moments=40), st.frozensets(st.integers(0, 13)))
 def test_a_plan_of_many_chunks_fetches_what_was_written(case: Case, written: frozenset[int]) -> None:
     trace, sizes, budget = case
-    plan = plan_residence(trace, sizes, budget, out_of_date=written)
-    assert isinstance(plan, ResidencePlan)
+    plan = plan_evictions(trace, sizes, budget, out_of_date=written)
+    assert isinstance(plan, EvictionPlan)
     present: set[int] = set(plan.periods[-1].present) - written | set(plan.periods[-1].ahead)
     for period, needed, other in zip(plan.periods, trace.needed, trace.other_bytes, strict=True):
         present = (present - set(period.drop)) | set(period.fetch)

@@ -1,7 +1,7 @@
-"""Placement of the chunks of a model, and the plan of evictions: a policy with the sizes of one model.
+"""Placement: the tiers of the chunks of a model, and its eviction plan.
 
-All ranks that share chunks have the same plan, since it determines the order of collectives. So measurements
-(bytes of other data, of states, free on disk) are combined over all of them before they are used.
+All ranks that share chunks have the same plan, as it decides the order of collectives. So measurements (other
+bytes, bytes of states, free bytes on disk) are combined over these ranks before they are used.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,13 +16,13 @@ from colossalai.zero._layout import FlatBucket
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini.planning import (
     DoesNotFit,
+    EvictionPlan,
     Home,
     ModelData,
     Placement,
     PlacementPolicy,
-    ResidencePlan,
     Trace,
-    plan_residence,
+    plan_evictions,
 )
 
 _WIDE = 4  # bytes of an element in which an optimizer updates, at least
@@ -30,21 +30,21 @@ _ASSUMED_STATES = 2  # tensors of an optimizer for each parameter, before it has
 
 
 def assumed_state_bytes(dtype: torch.dtype) -> int:
-    """Return the bytes of states for an element of a chunk, before an optimizer has made them."""
+    """Return the assumed bytes of states per element of a chunk, before an optimizer creates them."""
     return _ASSUMED_STATES * max(dtype.itemsize, _WIDE)
 
 
-class Lodging:
-    """The tiers of chunks.
+class ChunkPlacement:
+    """The tiers of the chunks of a model: a policy applied to their sizes.
 
     Args:
         dtypes: The chunks, in the order of initialization, and the dtype of each.
         policy: The policy.
-        tiers: Possible tiers of chunks.
+        tiers: The memory tiers of this rank.
         replicas: The ranks that plan together.
 
     Attributes:
-        chunk_budget: Bytes of the compute tier for chunks that are present: at least two of them.
+        chunk_budget: Bytes of the compute tier for present chunks: at least two of them.
 
     Raises:
         ValueError: The policy does not suit the tiers, or a tier has too little room.
@@ -72,19 +72,19 @@ class Lodging:
 
     @property
     def is_bounded(self) -> bool:
-        """Whether there is a budget, so that an iteration is worth recording."""
+        """Whether there is a budget, so that an iteration is recorded and planned."""
         return bool(self._layouts) and self._budget(None) is not None
 
     @property
     def memory_budget(self) -> int | None:
-        """Bytes of the compute tier for all data; None: there is no known or requested bound."""
+        """Limit in bytes of all memory of the compute tier. None: no bound is known or set."""
         bound = (
             self._bounds[Home.COMPUTE] if self._policy.memory_budget is None else self._policy.memory_budget
         )
         return bound if self.is_bounded else None
 
     def set_state_margin(self, ratio: float) -> None:
-        """Assign a part of the compute tier that sections leave to states, from the next plan on."""
+        """Give states a fraction of the compute tier that sections leave, from the next plan on."""
         self._policy = replace(self._policy, gpu_margin_mem_ratio=ratio)
 
     def homes_of(self, number: int) -> tuple[Home, Home]:
@@ -98,8 +98,8 @@ class Lodging:
 
     def plan(
         self, trace: Trace, state_bytes: Mapping[FlatBucket, float], names: Sequence[Sequence[str]]
-    ) -> ResidencePlan:
-        """Choose tiers again from a trace, and plan the evictions; collective.
+    ) -> EvictionPlan:
+        """Choose tiers from a trace, and plan evictions; collective.
 
         Args:
             trace: The iteration of this rank.
@@ -107,11 +107,12 @@ class Lodging:
             names: The names of the parameters of each chunk.
 
         Raises:
-            ValueError: A function and the other data exceed the budget; or ranks have used chunks in
-                different orders. The earlier plan is kept.
+            ValueError: The chunks of a function and the other memory exceed the budget; or ranks have used
+                chunks in different orders. The previous plan remains.
         """
         per_element = [state_bytes.get(layout, 0.0) for layout in self._layouts]
         held = [sorted(beside) for beside in trace.held]
+        # All ranks get the values of all ranks, so that they compute the same plan.
         everywhere = self._exchange((list(trace.uses), list(trace.other_bytes), held, per_element))
         for uses, other_bytes, its_held, its_bytes in everywhere:
             if tuple(uses) != trace.uses:
@@ -126,7 +127,7 @@ class Lodging:
         budget = self._budget_of(placement, data, trace)
         sizes = placement.bytes_when_present(data)
         written = [number for number, layout in enumerate(self._layouts) if layout.params[0].requires_grad]
-        plan = plan_residence(trace, sizes, budget, out_of_date=written)
+        plan = plan_evictions(trace, sizes, budget, out_of_date=written)
         if isinstance(plan, DoesNotFit):
             at_home = placement.bytes_at(Home.COMPUTE, data)
             raise ValueError(
@@ -139,7 +140,7 @@ class Lodging:
         return plan
 
     def _bytes_for_chunks(self, trace: Trace | None) -> int:
-        """Return the bytes of the compute tier for chunks that are present, where nothing is planned."""
+        """Return the bytes of the compute tier for present chunks without a plan."""
         budget = self._budget(trace)
         if budget is None:
             return self._data.two_chunks
@@ -147,9 +148,9 @@ class Lodging:
         return max(self._data.two_chunks, budget - beside)
 
     def _budget(self, trace: Trace | None) -> int | None:
-        """Return the bytes for present chunks, and with a trace for other data; None: no bound.
+        """Return the bytes for present chunks, and with a trace for other memory as well. None: no bound.
 
-        Without `memory_budget` two chunks are present, as stage 3 promises.
+        Without `memory_budget` two chunks are present, as stage 3 guarantees.
         """
         return self._budget_of(self._placement, self._data, trace)
 
