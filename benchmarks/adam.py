@@ -1,12 +1,12 @@
-"""The time of an Adam step: colossalai's HybridAdam against torch's fused AdamW and against memory.
+"""Time of an Adam step: colossalai's HybridAdam, torch's fused AdamW and the memory bandwidth.
 
     python benchmarks/adam.py --json benchmarks/results/adam.json
 
-float32: HybridAdam against `torch.optim.AdamW(fused=True)`. Mixed: bfloat16 weights and gradients with
-float32 masters and moments, in blocks, against three passes over memory, one that makes the float32 gradient
-anew in each step, as `param.grad.float()` does, and one that keeps memory for it. Bandwidth counts the bytes
-that a step has to move; that of a plain `torch.add` stands beside it. `best_ms` is the fastest round: what
-the code takes when nobody else wants the cores.
+The float32 rows compare HybridAdam with `torch.optim.AdamW(fused=True)`. The mixed rows have bfloat16 weights
+and gradients with float32 masters and moments. HybridAdam works in blocks; its two peers make three passes
+over memory. The first peer allocates the float32 gradient in each step (`param.grad.float()`), the second
+keeps the buffer. Bandwidth counts the bytes that a step must move; a plain `torch.add` is the reference.
+`best_ms` is the fastest round: the time without load from other processes.
 """
 
 import argparse
@@ -25,7 +25,7 @@ ADD_BYTES = 12
 
 
 def shapes_of(numel: int) -> list[tuple[int, ...]]:
-    """Return shapes of a GPT's layers with about so many elements: matrices, and small vectors."""
+    """Return shapes of a GPT's layers with about `numel` elements: matrices, and small vectors."""
     hidden = 768
     block: list[tuple[int, ...]] = [
         (hidden, 3 * hidden),
@@ -52,7 +52,7 @@ def parameters(shapes: list[tuple[int, ...]], dtype: torch.dtype) -> list[nn.Par
 
 
 class ThreePasses:
-    """Cast the gradients, step, cast the weights.
+    """An optimizer step in three passes: cast the gradients, step, cast the weights.
 
     Args:
         params: The half parameters.
@@ -83,7 +83,7 @@ class ThreePasses:
 def rows_of(
     steps: dict[str, Callable[[], Any]], *, bytes_of: dict[str, int], numel: int, args: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return a row for each step; the first is what the others are compared with."""
+    """Return a row for each step; the first one is the baseline."""
     times = time_rounds(steps, rounds=args.rounds, warmup=args.warmup)
     rows = compare(times, baseline=next(iter(steps)))
     best = {name: 1e3 * min(seconds) for name, seconds in times.items()}

@@ -1,12 +1,12 @@
-"""A small Llama served with adapters: what they cost where nobody asks for one, and where many do.
+"""Throughput of a small Llama with LoRA adapters: the overhead of unused adapters, and of several per batch.
 
     python benchmarks/adapters.py --json benchmarks/results/adapters.json
 
-Every variant answers the same requests (64-token prompts, 32 new tokens, no prefix cache) in one process;
+Every variant answers the same requests (64-token prompts, 32 new tokens, no prefix cache) in one process.
 `tokens_per_s` is the median over the rounds of tokens per second of CPU time, prompts included. The adapters
-are of all seven linear layers of each block, with a rank of 16. "loaded" has four of them, and no request
-asks for one; in "one" all requests ask for the same, in "four" for four of them in turns, in "half" every
-other request for one.
+cover all seven linear layers of each block, with a rank of 16. "none" has no adapters. "loaded" has four that
+no request uses. All requests use the same adapter in "one", four adapters in turn in "four", and every other
+request uses one in "half".
 """
 
 import argparse
@@ -53,7 +53,7 @@ def save(folder: str, args: argparse.Namespace) -> None:
 def answer(
     llm: LLM, prompts: list[list[int]], num_tokens: int, asked: tuple[str | None, ...]
 ) -> Callable[[], None]:
-    """Return a function that answers the prompts, each with the next of the adapters that are asked for."""
+    """Return a function that answers the prompts, with the adapters of `asked` in turn."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
     names = [asked[number % len(asked)] for number in range(len(prompts))]
 

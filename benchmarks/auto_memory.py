@@ -1,20 +1,20 @@
-"""Peak of bytes and step time of plans of Colossal-Auto within budgets, beside other ways to save memory.
+"""Peak memory and step time of Colossal-Auto's plans within budgets, compared with other ways to save memory.
 
     colossalai run --nproc_per_node 1 benchmarks/auto_memory.py --json benchmarks/results/auto_memory.json
     colossalai run --nproc_per_node 2 benchmarks/auto_memory.py --only gpt2 --budgets 5
 
-GPT-2 medium of a few layers, and ResNet-50 of transformers. Budgets are equally far from each other, from the
-least that a plan was found for to what the fastest plan takes. On one rank stand beside the plans, for the
-same budgets: rotor's segments, Chen's, and no recomputation; and torch's compiled model with
-`activation_memory_budget`, a part of what it would keep.
+The models are a GPT-2 medium with a few layers and ResNet-50 of transformers. Budgets are equally spaced,
+from the smallest that has a plan to the memory of the fastest plan. On one rank, the plans are compared with
+other methods for the same budgets: rotor's segments, Chen's, no recomputation, and torch's compiled model
+with `activation_memory_budget` (a fraction of the activations that it would save).
 
-- `budget`, `predicted` and `peak` are MiB of a rank. `peak` is counted, as plans are verified: the bytes of
-  all live tensors in the third step, parameters, states and buckets in memory that ranks share included, on
-  the rank with the most. The goal is that it is never above the budget. What compiled code has is not seen.
-- `allocated` is the same as torch's allocator has it: what is there before the step, and the most that it
-  hands out in it. Memory that kernels take for themselves and compiled code are in it. CPU only.
-- `step_ms` is forward, loss, backward and update: the median over rounds in which all take turns. The goal is
-  that a larger budget never takes longer, but for 5 %.
+- `budget`, `predicted` and `peak` are MiB per rank. `peak` counts the bytes of all live tensors in the third
+  step, as the verification of plans does, on the rank with the most. Parameters, states and buckets in memory
+  shared by ranks are included. Memory inside compiled code is not. Goal: `peak` never exceeds the budget.
+- `allocated` is the same figure by torch's allocator: the bytes before the step, plus the largest rise within
+  it. It includes the temporary memory of kernels and compiled code. CPU only.
+- `step_ms` is forward, loss, backward and update: the median over rounds in which all variants take turns.
+  Goal: a larger budget is never slower by more than 5 %.
 """
 
 import argparse
@@ -61,7 +61,7 @@ from colossalai.model_zoo.gpt import GPT, GPT2_MEDIUM
 from colossalai.runtime import RecomputeSegment
 
 Row = dict[str, Any]
-NOISE = 1.05  # up to which times are equal
+NOISE = 1.05  # largest ratio of times that count as equal
 MIB = 2**20
 PEERS: Mapping[str, Callable[[Chain, int], tuple[RecomputeSegment, ...]]] = {
     "rotor": solve_rotor,
@@ -70,7 +70,7 @@ PEERS: Mapping[str, Callable[[Chain, int], tuple[RecomputeSegment, ...]]] = {
 
 
 def case_of(name: str, args: argparse.Namespace) -> Case:
-    """Return what is trained."""
+    """Return the model and its batch."""
     generator = torch.Generator().manual_seed(0)
     if name == "gpt2":
         shape = replace(
@@ -90,7 +90,7 @@ def case_of(name: str, args: argparse.Namespace) -> Case:
 
 
 def resnet50(depth: int | None) -> nn.Module:
-    """Return ResNet-50, or one with so many blocks in each stage."""
+    """Return ResNet-50, or a ResNet with the given number of blocks in each stage."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     depths = {} if depth is None else {"depths": [depth] * 4, "hidden_sizes": [32] * 4, "embedding_size": 16}
@@ -98,10 +98,10 @@ def resnet50(depth: int | None) -> nn.Module:
 
 
 class CompiledModel:
-    """A model that torch compiles, with a part of what it would keep for the backward.
+    """A model compiled by torch that saves a fraction of its activations for the backward.
 
     Args:
-        case: What is trained.
+        case: Model and batch.
         part: `activation_memory_budget`.
     """
 
@@ -124,7 +124,7 @@ class CompiledModel:
         return loss.detach()
 
     def zero_grad(self) -> None:
-        """Let go of the gradients."""
+        """Release the gradients."""
         self._optimizer.zero_grad()
 
     def live(self) -> int:
@@ -139,7 +139,7 @@ class CompiledModel:
 
 
 def plans_within(problem: PlanProblem, count: int) -> tuple[dict[float, AutoPlan], AutoPlan]:
-    """Return a plan for each of so many budgets, ascending, and the fastest; those of rank 0."""
+    """Return rank 0's plans: one for each budget, ascending, and the fastest."""
 
     def make(budget: float | None) -> AutoPlan:
         plan = problem.plan_of(problem.search.run(problem.settings, budget=budget)[0], memory_budget=budget)
@@ -161,14 +161,14 @@ def by_segments(
     budgets: Sequence[float],
     solve: Callable[[Chain, int], tuple[RecomputeSegment, ...]],
 ) -> dict[float, AutoPlan]:
-    """Return plans of one rank that recompute some segments, for those budgets that they fit into."""
+    """Return plans of one rank that recompute some segments, for the budgets that they fit into."""
     inner = problem.search.problem_of(Setting())
     choice = inner.whole()
     predictor = Predictor(inner, choice, problem.parts)
     chain = predictor.chain
     if chain is None:
         return {}
-    # What is not in the chain is there whatever is recomputed.
+    # Memory outside the chain does not depend on the recomputation.
     outside = predictor.predict().peak_bytes - simulate(chain, ()).peak_bytes
     found = {}
     for budget in budgets:
@@ -187,12 +187,12 @@ def by_segments(
 
 
 def peak_of(build: Callable[[], Model], case: Case) -> tuple[float, float]:
-    """Return the largest rank's peak in the third step: of counted bytes, and as the allocator has it."""
+    """Return the largest rank's peak in the third step: by counted bytes, and by the allocator."""
     with LiveByteCounter(outside=case.batch) as memory:
         model = build()
         model.step()
         model.step()
-        model.zero_grad()  # what is there before a profile is not seen to go
+        model.zero_grad()  # a profile does not record the release of memory that existed before it
         gc.collect()
         held, memory.peak = memory.live(), 0
         model.step()
@@ -206,7 +206,7 @@ def peak_of(build: Callable[[], Model], case: Case) -> tuple[float, float]:
 
 
 def compiled_rows(case: Case, args: argparse.Namespace) -> tuple[dict[str, CompiledModel], dict[str, Row]]:
-    """Return the compiled models that run here, and a row of each part that was asked for."""
+    """Return the compiled models that run here, and a row for each requested fraction."""
     models, rows = {}, {}
     for part in args.parts:
         name = f"torch compiled, {part:g}"
@@ -229,7 +229,7 @@ def compiled_rows(case: Case, args: argparse.Namespace) -> tuple[dict[str, Compi
 
 
 def row_of(way: str, what: str, plan: AutoPlan | None = None, budget: float | None = None) -> Row:
-    """Return a row without figures that are measured."""
+    """Return a row without measured figures."""
     return {
         "way": way,
         "what": what,
@@ -244,13 +244,13 @@ def row_of(way: str, what: str, plan: AutoPlan | None = None, budget: float | No
 
 
 def said(plan: AutoPlan) -> str:
-    """Return layout and recomputation of a plan in a few words."""
+    """Return a short description of a plan's layout and recomputation."""
     number = sum(each.last - each.first for each in plan.segments)
     return f"{plan.setting}, {number} recomputed" if number else str(plan.setting)
 
 
 def measure(name: str, args: argparse.Namespace, show: Callable[[str], None]) -> tuple[list[Row], Row]:
-    """Return the rows of a model, and one that says what counts."""
+    """Return the rows of a model, and its summary."""
     case = case_of(name, args)
     num_ranks = dist.get_world_size()
     show(f"{name}: plans")
@@ -312,7 +312,7 @@ def _same(model: Model) -> Model:
 
 
 def summary_of(name: str, peaks: Mapping[float, float], times: Mapping[float, float]) -> Row:
-    """Return what counts of the plans of a model."""
+    """Return the summary of the plans of a model."""
     rises = [times[larger] / times[smaller] for smaller, larger in combinations(sorted(times), 2)]
     rise = max(rises, default=1.0)
     exceeded = sum(peak > budget for budget, peak in peaks.items())

@@ -1,22 +1,24 @@
-"""How long Colossal-Auto takes for a plan: the seconds to trace, to profile, to pose and to solve, apart.
+"""Planning time of Colossal-Auto: seconds for tracing, profiling, building the problem and solving it.
 
     python benchmarks/auto_solve.py --json benchmarks/results/auto_solve.json
     python benchmarks/auto_solve.py --only resnet random --rounds 3
 
-One process, no group, no memory: models are on the meta device, machines are profiles of the package.
+The benchmark runs in one process without a process group. Models are on the meta device, and the machines are
+profiles that the package includes.
 
 - `resnet`: ResNet-50 of transformers on 2 x 2 ranks (data x tensor), two CPU cores. Published: 126 nodes,
-  4.44 s with CBC; the goal is 1 s.
-- `gpt3`: GPT-3 of 12 layers and of 96 on 8 x 8 ranks of an A100 each, in bf16 with masters. The goal for 96
-  is 10 s, and 1.2 times the seconds of 12.
-- `random`: 126 nodes, 141 edges, 8 and 15 options: our solver, and the same as one integer program by HiGHS.
+  4.44 s with CBC. Goal: 1 s.
+- `gpt3`: GPT-3 with 12 and with 96 layers on 8 x 8 ranks, an A100 each, in bf16 with masters. Goal for 96
+  layers: 10 s, and 1.2 times the seconds of 12 layers.
+- `random`: 126 nodes, 141 edges, 8 and 15 options: our solver, and HiGHS on the same problem as one integer
+  program.
 
-`pose_s` is from a traced model to the problem that is solved: what can be cut and what each way costs;
-`solve_s` is from there to the answer. `cuts` is the problem of one layout, without a budget and with one
-halfway between the least bytes and those of the fastest cuts; `nodes` are those of the solver, in which equal
-blocks share theirs. `search` is all layouts, with recomputation, as `make_plan` does it after its trace: what
-it takes stands under `solve_s`. `gap` is how much better another answer could be at most. Goals hold for
-`pose_s` and `solve_s` together.
+`pose_s` is the time from a traced model to the problem: the possible cuts and their costs. `solve_s` is the
+time from the problem to its solution. The `cuts` rows solve one layout, without a budget and with one halfway
+between the least bytes and the bytes of the fastest cuts; `nodes` are the solver's, where equal blocks share
+nodes. The `search` rows cover all layouts with recomputation, as `make_plan` does after tracing; their time
+is in `solve_s`. `gap` is an upper bound of the possible improvement. Goals apply to the sum of `pose_s` and
+`solve_s`.
 """
 
 import argparse
@@ -46,13 +48,13 @@ from colossalai.model_zoo.gpt import gpt3
 T = TypeVar("T")
 Row = dict[str, Any]
 Build = Callable[[], tuple[nn.Module, dict[str, torch.Tensor]]]
-GOALS = {"resnet": 1.0, "gpt3 96": 10.0}  # seconds to pose and to solve
+GOALS = {"resnet": 1.0, "gpt3 96": 10.0}  # seconds to build and to solve the problem
 MOST_TIMES = 1.2  # the seconds of 96 layers over those of 12
 LIMIT_S = 120.0  # of the integer program
 
 
 def timed(call: Callable[[], T]) -> tuple[T, float]:
-    """Return what a call returns, and its seconds."""
+    """Return the result of a call, and its seconds."""
     start = time.perf_counter()
     result = call()
     return result, time.perf_counter() - start
@@ -75,7 +77,7 @@ def gpt(num_layers: int) -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def pose(build: Build, setting: Setting, machine: Row) -> tuple[PlanProblem, Row]:
-    """Trace a new model, and return all that can be chosen, with the seconds of each part."""
+    """Trace a new model, and return its choice problem with the seconds of each part."""
     model, given = build()
     seconds: Row = {}
 
@@ -104,11 +106,11 @@ def of_model(
     """Yield rows of a model: the cuts of one layout, then the whole search.
 
     Args:
-        name: What it is called.
-        build: Returns the model and the arguments of its forward.
-        setting: The one layout.
+        name: Name of the model.
+        build: Function that returns the model and the arguments of its forward.
+        setting: Layout of the `cuts` rows.
         machine: Optimizer, precision and profile.
-        budgets: Of the whole search, in bytes; it is run without one as well.
+        budgets: Budgets of the whole search in bytes; a further search has no budget.
     """
     problem, seconds = pose(build, setting, machine)
     merged, merged_s = timed(
@@ -121,7 +123,7 @@ def of_model(
     found, solve_s = timed(lambda: solve_choices(merged, budget=budget))
     yield row(name, "cuts, budget", merged) | seconds | {"solve_s": solve_s, "gap": found.gap}
     for limit in (None, *budgets):
-        # A search of its own: what the last one has found about layouts would be free.
+        # A new search for each budget: it must not reuse results of the previous one.
         problem, seconds = pose(build, setting, machine)
         best, solve_s = timed(partial(run_search, problem, limit))
         how = "free" if limit is None else f"{limit / 1e9:g} GB"
@@ -129,12 +131,12 @@ def of_model(
 
 
 def run_search(problem: PlanProblem, budget: float | None) -> Candidate:
-    """Return the best answer."""
+    """Return the best solution."""
     return problem.search.run(problem.settings, budget=budget)[0]
 
 
 def row(name: str, what: str, problem: ChoiceProblem | None) -> Row:
-    """Return the columns that say what was solved."""
+    """Return the columns that describe the problem."""
     return {
         "problem": name,
         "what": what,
@@ -145,7 +147,7 @@ def row(name: str, what: str, problem: ChoiceProblem | None) -> Row:
 
 
 def least_bytes(problem: ChoiceProblem) -> float:
-    """Return the least bytes of a choice."""
+    """Return the smallest number of bytes of any choice."""
     try:
         return solve_choices(problem, budget=0.0).memory
     except BudgetError as error:
@@ -153,7 +155,7 @@ def least_bytes(problem: ChoiceProblem) -> float:
 
 
 def random_problem(num_nodes: int, num_edges: int, num_options: int) -> ChoiceProblem:
-    """Return a chain and some longer edges; equal options cost nothing, nor does a fifth of others."""
+    """Return a chain with some longer edges; equal options, and a fifth of the others, have no cost."""
     rng = np.random.default_rng(0)
     pairs = [(node, node + 1) for node in range(num_nodes - 1)]
     while len(pairs) < num_edges:
@@ -199,7 +201,7 @@ def of_random(args: argparse.Namespace) -> Iterator[Row]:
 
 
 def by_program(problem: ChoiceProblem, budget: float) -> tuple[float, float, float]:
-    """Return cost, gap and seconds of the whole problem as one integer program."""
+    """Solve the whole problem as one integer program, and return its cost, gap and seconds."""
     start = time.perf_counter()
     program = IntegerProgram(problem, unit=None)
     x, bound = program.solve(budget, gap=1e-3, seconds=LIMIT_S)
@@ -211,7 +213,7 @@ def by_program(problem: ChoiceProblem, budget: float) -> tuple[float, float, flo
 
 
 def with_goals(rows: list[Row]) -> list[Row]:
-    """Add to each row its goal and whether it is met; where 96 layers are, also their times of 12."""
+    """Add to each row its goal and whether it is met; for 96 layers, also the ratio to 12 layers."""
     seconds = {(each["problem"], each["what"]): (each["pose_s"] or 0.0) + each["solve_s"] for each in rows}
     for each in rows:
         key = each["problem"], each["what"]
@@ -250,7 +252,7 @@ def measure(args: argparse.Namespace, console: Console) -> list[Row]:
 
 
 def median_of(rows: list[Row]) -> Row:
-    """Return a row with the median of each of its seconds."""
+    """Return a row with the medians of its seconds."""
     times = [key for key in rows[0] if key.endswith("_s")]
     medians = {
         key: None if rows[0][key] is None else round(statistics.median(each[key] for each in rows), 5)

@@ -1,24 +1,25 @@
-"""Step time of the plan that Colossal-Auto produces, beside every plan that a person could write.
+"""Step time of the plan that Colossal-Auto produces, compared with all plans that can be written by hand.
 
     colossalai run --nproc_per_node 2 benchmarks/auto_step.py --json benchmarks/results/auto_step_2.json
     colossalai run --nproc_per_node 4 benchmarks/auto_step.py --only gpt --rounds 3
 
-The machine is measured first, by the same ranks. Hand plans are all sizes (data x tensor x pipeline, stages
-of ZeRO, microbatches) that the runtime has for the ranks, with and without recomputation of all blocks;
-layers are cut as is predicted to be fastest, and as many as possible ("all cut"). Left out are those whose
-tensor ranks share nothing. The produced plan is the one that the search answers; all are carried out in the
-same way (`harness/auto_plans.py`). The losses of a first step are compared before anything is timed.
+The same ranks measure the machine first. The hand-written plans are all sizes (data x tensor x pipeline, ZeRO
+stage, microbatches) that the runtime supports for the ranks, with and without recomputation of all blocks.
+Their layers are cut in the way that is predicted to be fastest, and as many as possible ("all cut"). Plans
+whose tensor ranks share nothing are left out. The produced plan is the result of the search. All plans run
+through the same code (`harness/auto_plans.py`). The losses of a first step are compared before the timing.
 
-- A round builds each plan once, runs some steps and times the last ones, by turns; a step is forward, loss,
-  backward and update, and ends when its slowest rank ends. Figures are medians over rounds of medians.
-- `error` is predicted over measured seconds, less 1. The goal is a median below 0.2, without its sign.
-- `vs_best` is measured, over the plan with the smallest median. The goal for the produced plan is 1.05.
-- `order` is whether the best three are predicted to be the best three, in that order; seconds that differ by
-  less than 2 % count as equal. `order_beyond_noise` is the same where plans of which none is slower in each
-  round count as equal, too: plans that differ by 9 % change places from round to round.
-- `forward`, `backward` and `update` are milliseconds, as predicted and as measured; a pipeline has all of its
-  backward in the forward, communication of tensors is predicted there, that of gradients in the update,
-  although some of it runs in the backward.
+- A round builds each plan once, runs some steps and times the last ones; plans take turns. A step is forward,
+  loss, backward and update, and ends when its slowest rank ends. Figures are medians over rounds of medians.
+- `error` is predicted over measured seconds, less 1. Goal: a median absolute error below 0.2.
+- `vs_best` is the measured time relative to the plan with the smallest median. Goal for the produced plan:
+  1.05.
+- `order` is true if the three fastest plans are predicted in the right order; seconds that differ by less
+  than 2 % count as equal. `order_beyond_noise` also counts two plans as equal unless one is slower in every
+  round: plans that differ by 9 % change places from round to round.
+- `forward`, `backward` and `update` are milliseconds, predicted and measured. A pipeline counts all of its
+  backward as forward. Predictions count the communication of tensors there, and that of gradients in the
+  update, although some of it runs in the backward.
 """
 
 import argparse
@@ -52,8 +53,8 @@ from colossalai.runtime import RecomputeSegment
 
 Row = dict[str, Any]
 MOST_TIMES, MOST_ERROR = 1.05, 0.2  # the goals
-EQUAL = 0.02  # up to which times are equal
-# In which phase each part of a prediction is.
+EQUAL = 0.02  # largest relative difference of times that count as equal
+# Phase of each part of a prediction.
 PARTS = {
     "forward": ("forward", "tensor communication", "pipeline bubble and messages"),
     "backward": ("backward", "recomputation"),
@@ -62,7 +63,7 @@ PARTS = {
 
 
 def hand_plans(problem: PlanProblem) -> dict[str, Candidate]:
-    """Return every plan of the ranks, by a name."""
+    """Return every plan of the ranks, by name."""
     found: dict[str, Candidate] = {}
     for setting in problem.settings:
         inner = problem.search.problem_of(setting)
@@ -83,7 +84,7 @@ def hand_plans(problem: PlanProblem) -> dict[str, Candidate]:
 
 
 def cuts_of(inner: InnerProblem) -> dict[str, CutChoice]:
-    """Return how layers may be cut: the fastest way, and, if it is another one, that of the least bytes."""
+    """Return the fastest cut of the layers and, if it differs, the cut with the least bytes."""
     solve = partial(inner.solve, keeps_activations=True, time_limit=10.0, gap=1e-3)
     found = {"": solve(budget=None)}
     if inner.setting.tensor > 1 and inner.strategies.sites:
@@ -99,7 +100,7 @@ def cuts_of(inner: InnerProblem) -> dict[str, CutChoice]:
 
 
 def name_of_produced(problem: PlanProblem, plans: dict[str, Candidate]) -> str:
-    """Return the name of the plan that the search answers; it is added if it is none of the others."""
+    """Return the name of the plan that the search returns; a new plan is added."""
     best = problem.search.run(problem.settings, budget=None)[0]
     for name, each in plans.items():
         is_same = each.setting == best.setting and each.choice.strategies == best.choice.strategies
@@ -112,7 +113,7 @@ def name_of_produced(problem: PlanProblem, plans: dict[str, Candidate]) -> str:
 def measure(
     name: str, case: Case, machine: MachineProfile, args: argparse.Namespace, show: Callable[[str], None]
 ) -> tuple[list[Row], Row]:
-    """Return a row for each plan of a model, and one of all of them."""
+    """Return a row for each plan of a model, and their summary."""
     problem = pose_problem(
         case.build_on_meta(),
         case.meta_args(),
@@ -127,7 +128,7 @@ def measure(
     if args.most_plans is not None:
         ordered = sorted(plans, key=lambda each: plans[each].prediction.step_seconds)
         plans = {each: plans[each] for each in {*ordered[: args.most_plans], produced}}
-        plans = dict(sorted(plans.items()))  # a set has another order on each rank
+        plans = dict(sorted(plans.items()))  # the order of a set differs between ranks
     turns = Turns(
         {each: partial(PlannedModel, problem.plan_of(plan), case) for each, plan in plans.items()},
         lambda plan: show(f"{name}: {plan}"),
@@ -170,11 +171,11 @@ def measure(
 def summary_of(
     name: str, produced: str, *, predicted: Mapping[str, float], times: Mapping[str, Sequence[float]]
 ) -> Row:
-    """Return what counts of a model: the produced plan, and how right predictions are.
+    """Return the summary of a model: the produced plan, and the accuracy of the predictions.
 
     Args:
         name: The model.
-        produced: The plan that the search answers.
+        produced: Plan that the search returns.
         predicted: Seconds by plan.
         times: Measured seconds of each round, by plan.
     """
@@ -198,12 +199,13 @@ def summary_of(
 def is_order_right(
     predicted: Mapping[str, float], times: Mapping[str, Sequence[float]], *, in_each_round: bool
 ) -> bool:
-    """Whether the best three are predicted so; times that are equal but for noise may stand in any order.
+    """Return whether the three fastest plans are predicted in order; times within the noise are equal.
 
     Args:
         predicted: Seconds by plan.
         times: Measured seconds of each round, by plan.
-        in_each_round: Whether a plan counts as slower only if it is in each round, not in the median alone.
+        in_each_round: Whether a plan counts as slower only if it is slower in each round, not just in the
+            median.
     """
     measured = {each: statistics.median(seconds) for each, seconds in times.items()}
     by_measure = sorted(measured, key=lambda each: measured[each])
@@ -250,7 +252,7 @@ def main() -> None:
                 found, of_all = measure(name, cases_of(args)[name], machine, args, show)
                 rows += found
                 summary.append(of_all)
-    finally:  # what was measured before a failure is minutes of work
+    finally:  # keep the measurements before a failure, which took minutes
         report(
             f"Plans of Colossal-Auto on {dist.get_world_size()} ranks",
             rows,

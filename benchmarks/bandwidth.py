@@ -1,13 +1,13 @@
-"""How well a profiled mesh predicts times of sizes that were not measured.
+"""Accuracy of a profiled mesh's predicted times for message sizes that the profile did not measure.
 
     colossalai run --nproc_per_node 4 benchmarks/bandwidth.py
     colossalai run --nproc_per_node 4 benchmarks/bandwidth.py --rounds 5 --json bandwidth.json
 
-A round profiles a mesh, as `DeviceMesh.profile` does. Before and after it, sizes that lie between those of
-the profile are measured in the same way; the median of that is what the profile should have predicted. The
-error of a prediction is its difference to it, as a part of it. `fit` is the error that the profile itself
-states. `above` is the part of the predictions that are too long. `again` is how far the medians before and
-after the profile are apart: how much the machine itself changes. Ranks communicate by each backend in turn.
+A round profiles a mesh with `DeviceMesh.profile`. Before and after the profile, sizes between its own are
+measured in the same way; their median is the reference. The error of a prediction is its relative difference
+from the reference. `fit` is the error that the profile reports. `above` is the share of predictions that are
+too long. `again` is the relative difference between the medians before and after the profile, which is the
+machine's own drift. Ranks communicate by each backend in turn.
 """
 
 import argparse
@@ -31,13 +31,13 @@ BETWEEN = [math.isqrt(small * large) for small, large in itertools.pairwise(PROF
 
 
 def shape_of(num_ranks: int) -> tuple[int, int]:
-    """Return the grid of ranks that is nearest to a square."""
+    """Return the most square grid of ranks."""
     inner = next(extent for extent in range(math.isqrt(num_ranks), 0, -1) if num_ranks % extent == 0)
     return num_ranks // inner, inner
 
 
 def measure(args: argparse.Namespace, backend: str) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return a row for each operation, and what holds for all of them."""
+    """Return a row for each operation, and their summary."""
     colossalai.launch_from_torch({}, backend=backend, verbose=False)
     shape = shape_of(dist.get_world_size())
     mesh = DeviceMesh(torch.arange(dist.get_world_size()), shape)

@@ -1,12 +1,12 @@
-"""Products of bfloat16 matrices against float32 ones, by instruction sets of processors.
+"""Products of bfloat16 and float32 matrices, by the instruction set of the processor.
 
     python benchmarks/bfloat16.py --json benchmarks/results/bfloat16.json
 
-`precision="auto"` goes by features of a processor (`is_fast_at_bfloat16` in `colossalai/amp/_precision.py`);
-these are the figures behind its rule. For each instruction set a process of its own is started, in which
-oneDNN is limited to it (`ONEDNN_MAX_CPU_ISA`), so a set that the processor lacks repeats the figures of the
-next smaller one. `ratio` is the time in bfloat16 over that in float32, the median over the rounds: below 1
-bfloat16 is faster.
+`precision="auto"` depends on features of the processor (`is_fast_at_bfloat16` in
+`colossalai/amp/_precision.py`); these figures are the reason for its rule. Each instruction set is measured
+in a separate process, in which oneDNN is limited to that set (`ONEDNN_MAX_CPU_ISA`). A set that the processor
+lacks repeats the figures of the next smaller one. `ratio` is the time in bfloat16 over the time in float32,
+the median over the rounds: below 1, bfloat16 is faster.
 """
 
 import argparse

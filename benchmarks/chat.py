@@ -1,33 +1,33 @@
-"""The chat methods beside TRL's: what is learned from sums, what steps cost, and the share of generation.
+"""The chat methods compared with TRL's: learning of sums, time and memory of steps, share of generation.
 
     python benchmarks/chat.py --trl envs/trl/bin/python --json benchmarks/results/chat.json --plot sums.png
     python benchmarks/chat.py --part ppo --json benchmarks/results/chat_ppo.json
     python benchmarks/chat.py --part step --trl envs/trl/bin/python
     python benchmarks/chat.py --part memory
 
-Each run of a side is a process of its own with one thread; both get the same weights, rows, reward, batch and
-rate, clip gradients alike, and compute in float32 without recomputation. Times are CPU times of a process:
-medians over the steps but for the first; of `whole_ms` the mean of all steps and what they wait for before
-the first. `ratio` is that to TRL's step, the median over the rounds.
+Each run of a side is a separate process with one thread. Both sides have the same weights, rows, reward,
+batch size, learning rate and gradient clipping, and compute in float32 without recomputation. Times are CPU
+times of a process. They are medians over all steps but the first; `whole_ms` is the mean over all steps, with
+the preparation before the first. `ratio` is relative to TRL's step, the median over the rounds.
 
-- `sums`: GRPO on `a+b=` of single digits. A Llama of 0.3M parameters (one layer) first learns from the
-  training sums as texts, at the same rate, in batches of 8; the other sums are in neither stage. Reward 1 for
-  the exact answer; 300 steps of 64 answers. `start` and `end` are rewards of the held-out sums: the
-  probability of the exact answer at temperature 1. Each seed has a split, a base model and a run of its own.
-  Goals: not below TRL's by more than the spread of the seeds (lowest to highest end), and a rise of 0.2.
-- `ppo`: the same with PPO, one answer to each of 64 prompts, a critic that begins with the base model's
-  layers, and no penalty. TRL 1.16 has no PPO. Goal: a rise of 0.1.
+- `sums`: GRPO on `a+b=` of single digits. A Llama of 0.3M parameters (one layer) is pretrained on the
+  training sums as texts, at the same rate, in batches of 8; neither stage sees the held-out sums. The reward
+  is 1 for the exact answer; 300 steps of 64 answers. `start` and `end` are rewards on the held-out sums: the
+  probability of the exact answer at temperature 1. Each seed has its own split, base model and run. Goals:
+  not below TRL's by more than the spread of the seeds (lowest to highest end), and a rise of 0.2.
+- `ppo`: the same with PPO, one answer to each of 64 prompts, a critic that is initialized with the base
+  model's layers, and no penalty. TRL 1.16 has no PPO. Goal: a rise of 0.1.
 - `step`: GRPO with a Llama of 5M parameters, 8 prompts of 32 tokens, 8 answers of 64 tokens. Goal: 0.5x.
-- `generation`: 16 prompts of 16 to 64 tokens, 8 answers of 8 to 160, drawn by the engine, and in the same
-  steps by `generate` of transformers from the same weights: one batch, filled up on the left. As answers end
-  by themselves, sides are compared by token: `engine_faster`, and `step_ratio`, that of the engine's step to
-  the other. Goal: 3x faster.
-- `sft`, `dpo`: 16 texts, or 8 comparisons, of 64 tokens of prompt and 64 of answer: nothing is filled up on
-  either side. TRL's DPO asks the reference in each step, or before with "reference first", as this package
-  does; then `whole_ms` has it. With 4,096 tokens the Llama of 5M parameters has 4 layers, with 80 it has 6.
-  Goal: 0.8x.
-- `memory`: bytes of a policy with adapters (LoRA of all linear layers) that is its own reference, beside two
-  models; computed from the shapes of the models alone. Goal: 0.52x.
+- `generation`: 16 prompts of 16 to 64 tokens, 8 answers of 8 to 160 each. The engine generates them; in the
+  same steps, `generate` of transformers does so from the same weights, as one batch with left padding.
+  Answers have random lengths, so sides are compared per token: `engine_faster`, and `step_ratio`, the
+  engine's step over the other one. Goal: 3x faster.
+- `sft`, `dpo`: 16 texts, or 8 comparisons, with 64 tokens of prompt and 64 of answer, without padding. TRL's
+  DPO runs the reference model in each step. With "reference first" it runs before training, as in this
+  package, and its time is part of `whole_ms`. The Llama of 5M parameters has 4 layers with 4,096 tokens, and
+  6 layers with 80. Goal: 0.8x.
+- `memory`: bytes of a policy with adapters (LoRA of all linear layers) that is its own reference, compared
+  with two models; computed from the shapes alone. Goal: 0.52x.
 """
 
 import argparse
@@ -53,12 +53,12 @@ Found = dict[str, Any]
 
 
 def run_side(side: str, job: Found, args: argparse.Namespace) -> Found:
-    """Run one side in a process of its own; return what it has noted."""
+    """Run one side in a separate process; return its figures."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "job.json")
         path.write_text(json.dumps({"out": folder, **job}))
         python = args.trl if side == THEIRS else sys.executable
-        # Without a cache of its own, TRL's trainers would find what earlier runs have computed.
+        # A separate cache: TRL's trainers would reuse the results of earlier runs.
         env = {**os.environ, "OMP_NUM_THREADS": "1", "HF_DATASETS_CACHE": folder}
         done = subprocess.run(
             [python, str(HARNESS / SCRIPTS[side]), str(path)], env=env, capture_output=True, text=True
@@ -74,7 +74,7 @@ def sides_of(args: argparse.Namespace) -> list[str]:
 
 
 def learn_sums(args: argparse.Namespace) -> tuple[list[Found], dict[str, list[Found]]]:
-    """Return a row for each side, and the way of the held-out reward."""
+    """Return a row for each side, and the curves of the held-out reward."""
     is_ppo = args.part == "ppo"
     sides = [OURS] if is_ppo else sides_of(args)
     found: dict[str, list[Found]] = {name: [] for name in sides}
@@ -113,7 +113,7 @@ def learn_sums(args: argparse.Namespace) -> tuple[list[Found], dict[str, list[Fo
 
 
 def _curves(found: dict[str, list[Found]]) -> list[Found]:
-    """Return the mean held-out rewards of each side after so many steps, and their range over the seeds."""
+    """Return the mean held-out reward of each side by step, and its range over the seeds."""
     first = next(iter(found.values()))[0]
     rows: list[Found] = []
     for place, step in enumerate([0, *(step for step, _ in first["curve"])]):
@@ -127,7 +127,7 @@ def _curves(found: dict[str, list[Found]]) -> list[Found]:
 
 
 def draw(rows: Sequence[Found], file: str) -> None:
-    """Draw held-out rewards over the steps, with the range of the seeds."""
+    """Plot the held-out rewards over the steps, with the range of the seeds."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6, 3.5), layout="constrained")
@@ -146,7 +146,7 @@ def draw(rows: Sequence[Found], file: str) -> None:
 
 
 def time_steps(args: argparse.Namespace) -> list[Found]:
-    """Return a row for each side, and each model, with what a step takes."""
+    """Return a row with step times for each side and model."""
     job: Found = {"part": args.part, "steps": args.timed, "lr": 1e-5, "group": args.group, "rows": args.rows}
     models: dict[str, Found] = {"80 tokens": {"layers": args.layers}}
     if args.part == "step":
@@ -228,7 +228,7 @@ def _shares(found: dict[str, list[Found]]) -> list[Found]:
 
 
 def count_memory(rank: int) -> list[Found]:
-    """Return the bytes of parameters of a policy with adapters, beside those of a policy and a reference."""
+    """Return the parameter bytes of a policy with adapters, and of a policy with a reference model."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM
 

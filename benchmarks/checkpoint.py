@@ -1,14 +1,14 @@
-"""Saving and loading 500M float32 parameters, beside torch.save, safetensors and torch's own DCP, in one run.
+"""Time to save and load 500M float32 parameters: torch.save, safetensors, torch's DCP and ours, in one run.
 
     colossalai run --nproc_per_node 2 benchmarks/checkpoint.py --json benchmarks/results/checkpoint.json
 
-Two layouts: every rank holds the whole model (data parallel), or half of each parameter (FSDP). A save ends
-when everything is on disk, for all variants (`fsync`), and when all ranks are done; a load ends when the
-parameters of all ranks have the values. torch.save and safetensors know whole tensors only: under FSDP these
-are gathered first, and cut after loading, tensor by tensor. In the rows of the asynchronous save, the time is
-how long training stands still, and the baseline is a plain copy of the same bytes. Every save is the
-second one of its kind in a row: the first pays for the memory of the page cache that the one before has left
-it, up to 1.5 s for 2 GB here, whoever it is.
+There are two layouts: every rank holds the whole model (data parallel), or half of each parameter (FSDP). A
+save ends when everything is on disk (`fsync`, for all variants) and all ranks have finished; a load ends when
+the parameters of all ranks have the values. torch.save and safetensors support whole tensors only: under
+FSDP, tensors are gathered before a save and cut after a load, one by one. The rows of the asynchronous save
+measure how long training is blocked; their baseline is a plain copy of the same bytes. Every save is the
+second in a row of its kind. The first one evicts the page cache of the previous variant, which takes up to
+1.5 s for 2 GB here.
 """
 
 import argparse
@@ -63,12 +63,12 @@ def make_model(num_parameters: int, *, is_sharded: bool) -> nn.Module:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole of a parameter."""
+    """Return the whole parameter."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def to_disk(path: Path) -> None:
-    """See a file on disk."""
+    """Flush a file to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
@@ -80,8 +80,8 @@ class Files:
     Args:
         model: The model.
         path: The file.
-        write: Writes a state dict.
-        read: Reads one.
+        write: Function that writes a state dict.
+        read: Function that reads a state dict.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Files:
 
     @torch.no_grad()
     def load(self) -> None:
-        """Read and copy what belongs to this rank."""
+        """Read the file and copy this rank's part."""
         state = self._read(self.path)
         for name, tensor in self.model.state_dict().items():
             value = state[name]
@@ -123,24 +123,24 @@ def load_dcp(model: nn.Module, path: Path) -> None:
 
 
 def save_ours(model: nn.Module, path: Path, steps: Iterator[int], *, save_async: bool = False) -> None:
-    """Save a training state that holds a model, and remove the one before."""
+    """Save a training state with the model, and remove the previous checkpoint."""
     state = TrainingState(model=model)
     save_training_state(path, state, step=next(steps), keep_last=1, save_async=save_async)
 
 
 def load_ours(model: nn.Module, path: Path) -> None:
-    """Load the only one."""
+    """Load the only checkpoint."""
     load_training_state(next(path.glob("step-*")), TrainingState(model=model))
 
 
 def sum_ours(path: Path) -> None:
-    """Compare this rank's share of the only one with its checksums, as a load does before anything else."""
+    """Verify the checksums of this rank's share of the only checkpoint, as the first step of a load does."""
     folder = next(path.glob("step-*"))
     verify_files(folder, read_manifest(folder), part=dist.get_rank(), num_parts=dist.get_world_size())
 
 
 class PlainCopy:
-    """A copy of the bytes that this rank writes, into memory that is there already.
+    """A copy of the bytes that this rank writes, into allocated memory.
 
     Args:
         model: The model.
@@ -162,7 +162,7 @@ class PlainCopy:
 
 
 def until_all_are_done(action: Action) -> Action:
-    """Return an action that ends on all ranks at the same time."""
+    """Return an action followed by a barrier."""
 
     def act() -> None:
         action()
@@ -234,7 +234,7 @@ def measure(layout: str, folder: Path, *, num_parameters: int, rounds: int) -> l
 def stall_rows(
     layout: str, model: nn.Module, folder: Path, *, num_bytes: int, rounds: int
 ) -> list[dict[str, Any]]:
-    """Measure how long training stands still in an asynchronous save."""
+    """Measure how long an asynchronous save blocks training."""
     copy = PlainCopy(model)
     variants: dict[str, Action] = {
         "plain copy": copy,

@@ -3,12 +3,12 @@
     colossalai run --nproc_per_node 2 benchmarks/collectives.py
     colossalai run --nproc_per_node 8 benchmarks/collectives.py --sizes 1024 1048576 --json collectives.json
 
-A call's time is that from when the last rank has come until the last rank is done, by the clock that all
-processes of a machine share. Both backends take turns in the same processes; a run's figure is the median of
-its calls, and what is shown is the median of the runs. `copy` is what copying between warm buffers takes with
-all ranks at once, for the bytes that the algorithm must move (the table on the design page): no way through
-slots is faster. `lent` is the time, as a part of ours, where each rank's operand lies in memory that the
-others read, as the buckets of ZeRO do: then less is copied.
+The time of a call is from the arrival of the last rank to the end of the last rank, by the clock that all
+processes of a machine share. Both backends take turns in the same processes. The figure of a run is the
+median of its calls; the table shows medians over the runs. `copy` is the time of copying between warm buffers
+on all ranks at once, for the bytes that the algorithm must move (the table on the design page). It is a lower
+bound of any algorithm that uses slots. `lent` is the relative time when each rank's operand is in memory that
+the other ranks can read, like ZeRO's buckets: this saves a copy.
 """
 
 import argparse
@@ -29,7 +29,7 @@ Maker = Callable[[int, Any, bool], Callable[[], object]]
 
 
 def operand(size: int, group: Any, lends: bool) -> torch.Tensor:
-    """Return a tensor of `size` bytes, in memory that the other ranks read if it is to be lent."""
+    """Return a tensor of `size` bytes, in memory that the other ranks can read if it is lent."""
     lent = empty_to_lend(group, size // 4, torch.float32) if lends else None
     return torch.zeros(size // 4) if lent is None else lent.zero_()
 
@@ -41,7 +41,7 @@ def all_reduce(size: int, group: Any, lends: bool) -> Callable[[], object]:
 
 
 def all_gather(size: int, group: Any, lends: bool) -> Callable[[], object]:
-    """Gather `size` bytes in all."""
+    """Gather `size` bytes in total."""
     output = torch.zeros(size // 4)
     source = operand(size // dist.get_world_size(), group, lends)
     return lambda: gather_all(output, source, group=group)
@@ -82,7 +82,7 @@ def message(size: int, group: Any, _: bool) -> Callable[[], object]:
 gather_all = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 scatter_sum = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-LENT = ("all_reduce", "all_gather", "reduce_scatter")  # whose operands may be read where they lie
+LENT = ("all_reduce", "all_gather", "reduce_scatter")  # other ranks can read their operands in place
 # Each call, and the bytes that it must copy on a rank, as parts of its size, for p ranks.
 CALLS: dict[str, tuple[Maker, Callable[[int], float]]] = {
     "all_reduce": (all_reduce, lambda p: (p - 1) / p + 1 + 1),
@@ -95,7 +95,7 @@ CALLS: dict[str, tuple[Maker, Callable[[int], float]]] = {
 
 
 def timed(call: Callable[[], object], count: int, barrier: Callable[[], object]) -> list[tuple[float, float]]:
-    """Return when this rank began and ended each of `count` calls."""
+    """Return the start and end times of each of `count` calls on this rank."""
     times = []
     for _ in range(count):
         barrier()
@@ -106,7 +106,7 @@ def timed(call: Callable[[], object], count: int, barrier: Callable[[], object])
 
 
 def longest(times: list[tuple[float, float]]) -> list[float]:
-    """Return for each call the seconds from when the last rank has come until the last is done."""
+    """Return the seconds of each call from the arrival of the last rank to the end of the last rank."""
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, times)
     calls = zip(*told, strict=True)
@@ -114,7 +114,7 @@ def longest(times: list[tuple[float, float]]) -> list[float]:
 
 
 def copy_seconds(size: int, part: float, count: int) -> float:
-    """Return what it takes to copy `part` times `size` bytes between warm buffers, with all ranks at once."""
+    """Return the seconds to copy `part` times `size` bytes between warm buffers, on all ranks at once."""
     source, target = torch.zeros(size // 4), torch.zeros(size // 4)
     rest = int(part % 1 * source.numel())
 

@@ -3,11 +3,11 @@
     colossalai run --nproc_per_node 4 benchmarks/convert.py
     colossalai run --nproc_per_node 4 benchmarks/convert.py --json results.json
 
-All pairs of cuts of a matrix and of a tensor of three dimensions over 2 x 2 ranks, axes in the order that
-torch's `Shard` can say. A time is that of the slowest rank. Every round takes the variants in turn, the ratio
-of a pair is the median over the rounds, and what is shown is the median, or the share, over the pairs. "least
-cost" is torch's private planner of that name. Bytes are those that a rank sends over a ring, ours of the
-busiest rank by the ledger, DTensor's counted from the moves that it plans.
+The cases are all pairs of cuts of a 2D and a 3D tensor over 2 x 2 ranks, with the order of axes that torch's
+`Shard` supports. Times are those of the slowest rank. The variants take turns in every round. The ratio of a
+pair is the median over the rounds; the table shows the median, or the share, over the pairs. "least cost" is
+torch's private planner of that name. Bytes are sent bytes per rank over a ring: ours from the ledger of the
+busiest rank, DTensor's from its planned moves.
 """
 
 import argparse
@@ -38,13 +38,13 @@ Pair = tuple[ShardingLayout, ShardingLayout]
 
 
 def shape_of(num_dims: int, num_bytes: int) -> tuple[int, ...]:
-    """Return a shape of float32 with powers of two in all dimensions, the first ones the largest."""
+    """Return a shape whose dimensions are powers of two, in descending order, for float32."""
     exponent = int(math.log2(num_bytes // 4))
     return tuple(2 ** (exponent // num_dims + (dim < exponent % num_dims)) for dim in range(num_dims))
 
 
 def all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> list[Pair]:
-    """Return every two different cuts, the axes of a dimension in the order of the mesh."""
+    """Return all pairs of different cuts, with the axes of a dimension in mesh order."""
     layouts = []
     for places in itertools.product(range(-1, len(shape)), repeat=len(EXTENTS)):
         dims = tuple(
@@ -56,7 +56,7 @@ def all_pairs(mesh: Mesh, shape: tuple[int, ...]) -> list[Pair]:
 
 
 def mesh_through_memory() -> Mesh:
-    """Return a mesh whose ranks share memory, beside the one of the job."""
+    """Return a second mesh of the job, whose ranks communicate through shared memory."""
     mesh = Mesh(EXTENTS, rank=dist.get_rank())
     for ranks in ((0, 1, 2, 3), (0, 1), (2, 3), (0, 2), (1, 3)):
         group = dist.new_group(list(ranks), backend="shared_memory")
@@ -67,7 +67,7 @@ def mesh_through_memory() -> Mesh:
 
 
 def torch_bytes(source: Any, target: Any, local_bytes: float) -> float:
-    """Return what a rank sends over a ring in the moves that DTensor plans."""
+    """Return the bytes that a rank sends over a ring in DTensor's planned moves."""
     sent = 0.0
     for move in torch_planner._gen_transform_infos_non_cached(source._spec, target._spec):
         size = EXTENTS[str(move.mesh_dim)]
@@ -83,7 +83,7 @@ def torch_bytes(source: Any, target: Any, local_bytes: float) -> float:
 
 
 def slowest(times: dict[str, list[float]]) -> dict[str, list[float]]:
-    """Return for each variant and round the time of the slowest rank."""
+    """Return the time of the slowest rank for each variant and round."""
     table = torch.tensor(list(times.values()), dtype=torch.float64)
     dist.all_reduce(table, op=dist.ReduceOp.MAX)
     return dict(zip(times, table.tolist(), strict=True))
@@ -98,7 +98,7 @@ def figures_of_pair(pair: Pair, other: Mesh, *, planner: str, rounds: int) -> di
     mesh = source.mesh.device_mesh(tuple(EXTENTS))
     theirs = DTensor.from_local(slice_, mesh, source.to_placements(), run_check=False)
     placements = target.to_placements()
-    torch_planner._gen_transform_infos.cache_clear()  # which planner filled it is not in its keys
+    torch_planner._gen_transform_infos.cache_clear()  # its keys do not include the planner
     found = {}
     with PLANNERS[planner]():
         moved = theirs.redistribute(mesh, placements)
@@ -173,7 +173,7 @@ def main() -> None:
         raise SystemExit("the mesh is 2 x 2: start it with --nproc_per_node 4")
     torch.set_num_threads(1)
     mesh, other = Mesh(EXTENTS, rank=dist.get_rank()), mesh_through_memory()
-    # With a flattened mesh at hand, DTensor too moves both axes in one collective where it can.
+    # With a flattened mesh, DTensor can also move both axes in one collective.
     mesh.device_mesh(tuple(EXTENTS))._flatten("both")
     rows = []
     for num_dims, size in itertools.product(args.dims, args.sizes):

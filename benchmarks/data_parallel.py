@@ -2,11 +2,12 @@
 
     colossalai run --nproc_per_node 2 benchmarks/data_parallel.py --json benchmarks/results/data_parallel.json
 
-All three train the same model on the same tokens with the same optimizer; the figure is the overhead of each
-door.
+All three train the same model on the same tokens with the same optimizer. The figure is the overhead of each
+entry point.
 
-Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
-precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
+Variants differ in the library of their matrix products (`harness/products.py`). Peers use torch's, and "...
+medium" the "medium" precision; ours use the choice of the job (`colossalai run --set matmul=onednn`), and
+"... torch" uses torch's.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_ddp(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """PyTorch alone."""
+    """Return a step of plain DDP."""
     device = get_current_device()
     devices = None if device.type == "cpu" else [device]
     model = DistributedDataParallel(model.to(device), device_ids=devices, process_group=peer_group())
@@ -56,7 +57,7 @@ def plain_ddp(model: nn.Module, batch: Batch) -> Callable[[], None]:
 
 
 def engine(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """The config door; clipping comes from the config."""
+    """Return a step by `colossalai.initialize`, with clipping from the config."""
     built, *_ = colossalai.initialize(model, make_optimizer(model), loss_of, verbose=False)
 
     def step() -> None:
@@ -68,7 +69,7 @@ def engine(model: nn.Module, batch: Batch) -> Callable[[], None]:
 
 
 def booster(model: nn.Module, batch: Batch) -> Callable[[], None]:
-    """The plugin door."""
+    """Return a step by `Booster.boost`."""
     door = Booster(plugin=TorchDDPPlugin())
     model, optimizer, criterion, *_ = door.boost(model, make_optimizer(model), loss_of)
 

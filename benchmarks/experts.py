@@ -1,20 +1,20 @@
-"""What the experts of one rank compute: the library's ways and ours, on the same module, on one core.
+"""Computation of the experts of one rank on one core: transformers' implementations and ours, on one module.
 
     python benchmarks/experts.py --json benchmarks/results/experts.json
 
-The module is `MixtralExperts` of transformers: for each expert a gated pair, `gate_up_proj` (E, 2I, H) and
-`down_proj` (E, H, I). A step is forward and backward, with gradients of the tokens, of the weights of the
-choices and of both parameters; a token has two choices. "eager", "grouped_mm" and "batched_mm" are the
+The module is `MixtralExperts` of transformers, with a gated pair for each expert: `gate_up_proj` (E, 2I, H)
+and `down_proj` (E, H, I). A step is forward and backward, with gradients of the tokens, of the routing
+weights and of both parameters; a token has two choices. "eager", "grouped_mm" and "batched_mm" are the
 library's own (`config._experts_implementation`); "batched_mm" copies a matrix for each row and runs where
-these copies take at most 48 MiB. "colossalai" sorts the rows by expert, takes `grouped_linear` twice with
-the module's own gate between, and adds the results of a token in the order of its choices.
+these copies take at most 48 MiB. "colossalai" sorts the rows by expert, calls `grouped_linear` twice with the
+module's own gate in between, and adds the results of a token in the order of its choices.
 
-- Routing: "uniform", "zipf" (the n-th expert is chosen in proportion to 1/n), and "one": all choices fall on
-  one expert. It is drawn anew for each step, outside of the time: in training, an expert hardly ever has as
-  many rows as in the step before.
-- Times are those in which the thread computes. `ratio` is to whichever of the library's has the smallest
-  median with the same products: torch's own or, in float32, those of a job with `matmul="onednn"`.
-- `peak_mib` is counted: the most live bytes of all tensors that a step makes, gradients included.
+- Routing: "uniform", "zipf" (probability of the n-th expert proportional to 1/n), and "one" (all choices are
+  the same expert). It is drawn for each step, outside the timed region: in training, the number of rows per
+  expert changes from step to step.
+- Times are CPU times of the thread. `ratio` is relative to the library's implementation with the smallest
+  median and the same products: torch's own or, in float32, those of a job with `matmul="onednn"`.
+- `peak_mib` is counted: the most live bytes of all tensors of a step, gradients included.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def draw_routing(kind: str, num_tokens: int, num_experts: int) -> Tensor:
 
 
 def by_grouped_linear(module: nn.Module, hidden: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-    """Return what the module does, by `grouped_linear`."""
+    """Return the output of the module, computed with `grouped_linear`."""
 
     def compute(rows: Tensor, sizes: Sequence[int]) -> Tensor:
         inner = module._apply_gate(grouped_linear(rows, module.gate_up_proj, sizes))
@@ -65,9 +65,9 @@ class Cell:
 
     Args:
         size: Experts, hidden size, intermediate size.
-        dtype: Of everything.
-        routing: How tokens choose.
-        num_tokens: How many there are.
+        dtype: Data type of parameters and tokens.
+        routing: Distribution of the tokens over the experts.
+        num_tokens: Number of tokens.
     """
 
     def __init__(self, size: Sequence[int], dtype: torch.dtype, routing: str, num_tokens: int) -> None:
@@ -88,12 +88,12 @@ class Cell:
         self.redraw()
 
     def redraw(self) -> None:
-        """Let tokens choose anew."""
+        """Draw a new routing."""
         self.experts = draw_routing(self.routing, len(self.hidden), self.num_experts)
 
     @contextmanager
     def drawn(self, products: AbstractContextManager[None]) -> Iterator[None]:
-        """Go around a step: a new routing, and whose products it has."""
+        """Set a new routing and the library of the matrix products around a step."""
         self.redraw()
         with products:
             yield
@@ -116,13 +116,13 @@ class Cell:
         return [output.detach(), *(part.grad for part in parts if part.grad is not None)]
 
     def variants(self) -> list[str]:
-        """Return the names of what can run here."""
+        """Return the names of the variants that run here."""
         num_rows = len(self.hidden) * NUM_CHOICES
         copied = num_rows * self.module.gate_up_proj[0].nbytes
         return [*(name for name in PEERS if name != "batched_mm" or copied <= MOST_COPIED), "colossalai"]
 
     def require_agreement(self) -> None:
-        """Raise if ours differs from "eager" by more than rounding."""
+        """Raise an error if ours differs from "eager" by more than rounding."""
         tolerance = 1e-4 if self.grad.dtype == torch.float32 else 5e-2
         for found, truth in zip(self.step("colossalai"), self.step("eager"), strict=True):
             error = (found - truth).abs().max() / truth.abs().max()

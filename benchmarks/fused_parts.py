@@ -1,11 +1,12 @@
-"""What a compiler could save between the products of a step of serving: its small operations, fused.
+"""Possible gain of compiling the small operations between the matrix products of a serving step.
 
     python benchmarks/fused_parts.py --json benchmarks/results/fused_parts.json
 
-The parts of a layer of Llama between its matrix products (residual sum with RMSNorm, rotary positions of
-queries and keys, the gated activation) as the engine runs them, operation by operation, and compiled by
-`torch.compile` with dynamic numbers of rows, which takes a C++ compiler. One thread, by turns; medians in
-microseconds a call, guards and the call itself included. `layer_us` has each as often as a layer does.
+The parts of a Llama layer between its matrix products are the residual sum with RMSNorm, the rotary positions
+of queries and keys, and the gated activation. They run as in the engine, operation by operation, and compiled
+by `torch.compile` with a dynamic number of rows, which requires a C++ compiler. One thread; variants take
+turns. Figures are medians in microseconds per call, guards and the call itself included. `layer_us` is the
+sum over the calls of a layer.
 """
 
 import argparse
@@ -20,7 +21,7 @@ from harness.rounds import report, time_rounds
 from torch import Tensor
 from torch.nn import functional
 
-CALLS = {"norm": 2, "rotary": 1, "gate": 1}  # of a layer
+CALLS = {"norm": 2, "rotary": 1, "gate": 1}  # calls per layer
 
 
 def norm(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

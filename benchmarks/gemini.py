@@ -1,16 +1,17 @@
-"""Gemini beside torch's FSDP2, DDP and our stage 2 in one run; and what it costs to see uses of parameters.
+"""Step time of Gemini, torch's FSDP2, DDP and our stage 2 in one run, and the overhead of Gemini's use hooks.
 
     colossalai run --nproc_per_node 2 --set matmul=onednn benchmarks/gemini.py --json results.json
     colossalai run --nproc_per_node 2 benchmarks/gemini.py --backend gloo    # all bytes go through sockets
     colossalai run --nproc_per_node 1 benchmarks/gemini.py --hidden 64 256 768
 
-The GPT, the variants and the columns are those of `zero.py`; `ratio` is to FSDP2. Products of matrices are
-those of `harness/products.py`: compare "gemini" with "fsdp2" for what a user gets, "gemini torch" with it for
-the same products on both sides.
+The GPT, the variants and the columns are those of `zero.py`; `ratio` is relative to FSDP2. The matrix
+products are described in `harness/products.py`: "gemini" against "fsdp2" is the default of each library,
+"gemini torch" against "fsdp2" has the same products on both sides.
 
-On one rank everything is present and nothing moves: what Gemini takes beyond stage 2, with chunks as large as
-its buckets, is what seeing uses costs. One thread computes, and its processor time counts, so that others on
-the machine count less; `ratio` is to stage 2.
+On one rank, all chunks are present and nothing moves. The difference between Gemini and stage 2, with chunks
+as large as its buckets, is then the overhead of the hooks that detect uses of parameters. One thread
+computes, and its processor time is measured, to reduce the effect of other processes; `ratio` is relative to
+stage 2.
 """
 
 import argparse
@@ -40,7 +41,7 @@ def compared(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def plain(model: nn.Module, batch: zero.Batch) -> zero.Variant:
-    """Return the model as it is."""
+    """Return the unchanged model."""
     return zero.Variant(
         model, torch.optim.AdamW(model.parameters(), lr=zero.LEARNING_RATE, fused=True), batch
     )

@@ -1,13 +1,13 @@
-"""A GPT whose model data is four times the memory that it may have: its peak, and what its steps cost.
+"""Peak memory and step time of a GPT whose model data is four times its memory budget.
 
     python benchmarks/gemini_disk.py --dir /mnt/nvme --json benchmarks/results/gemini_disk.json
 
-Two processes take turns at the same training, one with all model data in memory and one with
-`placement_policy="nvme"` and a budget of a quarter of it. The peak is that of the process's resident
-memory, mapped files included, above what it had after training a tiny GPT (libraries and their buffers),
-and is looked at from outside; what is not model data, as counted in the first step, is reckoned beside the
-budget. The disk's own time is that of reading and writing the bytes that a step moves, with a sync at the
-end, and nothing else; it is taken in the same rounds, for the speed of a shared disk comes and goes.
+Two processes take turns at the same training. One keeps all model data in memory, the other uses
+`placement_policy="nvme"` and a budget of a quarter of it. The peak is the resident memory of the process,
+mapped files included, less the value after training a tiny GPT (libraries and their buffers); the parent
+process reads it. The allowed peak is the budget plus the memory that is not model data, as counted in the
+first step. The disk time is that of reading and writing the bytes of a step with a final sync. It is measured
+in the same rounds, because the speed of a shared disk varies.
 """
 
 import argparse
@@ -35,13 +35,13 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.zero.gemini import record_timeline
 from colossalai.zero.gemini._hooks import handle_of
 
-BYTES_OF_MODEL_DATA = 4 + 4 + 8  # of a parameter, its gradient and Adam's two states
+BYTES_OF_MODEL_DATA = 4 + 4 + 8  # parameter, gradient and Adam's two states
 PIECE = 8 * 2**20
 OF_A_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")  # a launcher's variables
 
 
 def build(seq: int, hidden: int, layers: int) -> GPT:
-    """Return a GPT, from a seed."""
+    """Return a GPT with seeded weights."""
     torch.manual_seed(0)
     rates = dict.fromkeys(("embedding_dropout", "dropout", "attention_dropout"), 0.0)
     return GPT(
@@ -57,13 +57,13 @@ def build(seq: int, hidden: int, layers: int) -> GPT:
 
 
 def resident(field: str, pid: int | str = "self") -> int:
-    """Return a field of the kernel's account of a process's memory, in bytes."""
+    """Return a field of `/proc/PID/status` in bytes."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
 def boosted(args: argparse.Namespace, raw: GPT, tokens: torch.Tensor, **more: Any) -> Callable[[], float]:
-    """Return what makes a step of a model under Gemini, and returns the loss."""
+    """Return a function that runs a step under Gemini and returns the loss."""
     plugin = GeminiPlugin(
         precision="fp32", search_range_mb=2, min_chunk_size_mb=args.chunk_mb, recompute=True, **more
     )
@@ -81,13 +81,13 @@ def boosted(args: argparse.Namespace, raw: GPT, tokens: torch.Tensor, **more: An
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Train one step for each line of the input; print what it had at first, its time and its loss."""
+    """Train one step per input line; print the initial memory, then the time and loss of each step."""
     torch.set_num_threads(args.threads)
     colossalai.launch_from_torch(config={}, verbose=False)
     tokens = torch.randint(8192, (args.batch, args.seq))
     boosted(args, build(args.seq, 64, 2), tokens)()
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what the tiny GPT has left in the heap is no buffer of a library
+    ctypes.CDLL(None).malloc_trim(0)  # release the heap of the tiny GPT: only the libraries' buffers count
     before = resident("VmRSS")
     model = build(args.seq, args.hidden, args.layers)
     numel = sum(param.numel() for param in model.parameters())
@@ -115,10 +115,10 @@ def worker(args: argparse.Namespace) -> None:
 
 
 class Trainer:
-    """A process that makes a step when it is told to.
+    """A process that runs a training step on request.
 
     Args:
-        kind: Where its model data is, "memory" or "disk".
+        kind: Location of its model data, "memory" or "disk".
     """
 
     def __init__(self, kind: str) -> None:
@@ -132,7 +132,7 @@ class Trainer:
         self.other_bytes = 0
 
     def step(self) -> None:
-        """Make a step."""
+        """Run a step."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -142,7 +142,7 @@ class Trainer:
 
     @property
     def peak(self) -> int:
-        """The most resident memory so far, above that before there was a model."""
+        """Peak resident memory so far, less the value before the model was built."""
         return resident("VmHWM", self._process.pid) - int(self.first["before"])
 
     def end(self) -> None:
@@ -161,7 +161,7 @@ class Trainer:
 
 
 def exchange_raw(folder: str | None, num_read: int, num_written: int) -> Callable[[], None]:
-    """Return what reads and writes bytes of a file past the page cache where it can, and syncs."""
+    """Return a function that reads and writes a file, with direct I/O where possible, and syncs."""
     num_bytes = -(-max(num_read, num_written, 1) // PIECE) * PIECE
     buffer = memoryview(mmap.mmap(-1, PIECE))
     path = tempfile.NamedTemporaryFile(dir=folder, delete=False).name  # noqa: SIM115 - opened again below
@@ -206,7 +206,7 @@ def main() -> None:
         worker(args)
         return
     if os.environ.get("RANK", "0") != "0":
-        return  # it starts its processes by itself: one table is enough
+        return  # the script starts its processes itself; rank 0 prints the table
     trainers = {kind: Trainer(kind) for kind in ("memory", "disk")}
     for trainer in trainers.values():
         trainer.step()  # recorded

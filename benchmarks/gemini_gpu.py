@@ -2,10 +2,11 @@
 
     python benchmarks/gemini_gpu.py --dir /mnt/nvme --json benchmarks/results/gemini_gpu.json
 
-Layers are doubled from `--layers` on until a process fails: it runs out of memory of the device or of the
-host, or takes longer than `--timeout`. Each try is a process of its own, so that nothing is left over.
-All compute in bfloat16 with float32 masters, or under autocast where torch has none, recompute each block,
-and take AdamW. What is not installed is left out, with a line. `--device cpu` tries the script itself.
+The number of layers is doubled, from `--layers` on, until a process fails: it runs out of device or host
+memory, or exceeds `--timeout`. Each attempt is a separate process, so that no memory is left over. All
+variants compute in bfloat16 with float32 masters (autocast for plain torch, which lacks them), recompute each
+block, and use AdamW. Libraries that are not installed are skipped with a message. `--device cpu` tests the
+script itself.
 """
 
 import argparse
@@ -55,7 +56,7 @@ def build(args: argparse.Namespace) -> nn.Module:
 
 
 def by_torch(args: argparse.Namespace, device: torch.device) -> Step:
-    """Return a step of the model as it is, all of it on the device."""
+    """Return a step of the plain model, entirely on the device."""
     model = build(args).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
 
@@ -170,7 +171,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def attempt(args: argparse.Namespace, variant: str, layers: int) -> tuple[float | None, str]:
-    """Return tokens a second of a variant with so many layers, or None and why there are none."""
+    """Return tokens per second of a variant with `layers` layers, or None and the reason."""
     command = [sys.executable, __file__, *sys.argv[1:], "--worker", variant, "--layers", str(layers)]
     alone = {key: value for key, value in os.environ.items() if key not in OF_A_RANK}
     try:
@@ -182,7 +183,7 @@ def attempt(args: argparse.Namespace, variant: str, layers: int) -> tuple[float 
     if run.returncode == 0:
         last = [line for line in run.stdout.splitlines() if line.startswith("{")][-1]
         return float(json.loads(last)["tokens_per_s"]), ""
-    if run.returncode in (RAN_OUT, -9):  # the kernel's own way to say it is SIGKILL
+    if run.returncode in (RAN_OUT, -9):  # the kernel kills a process with SIGKILL when memory runs out
         return None, "out of memory"
     return None, (run.stderr.strip().splitlines() or [f"exit {run.returncode}"])[-1][:200]
 
@@ -235,7 +236,7 @@ def main() -> None:
         worker(args)
         return
     if os.environ.get("RANK", "0") != "0":
-        return  # it starts its processes by itself: one table is enough
+        return  # the script starts its processes itself; rank 0 prints the table
     if args.device != "cpu" and not torch.accelerator.is_available():
         parser.error("there is no accelerator here; --device cpu tries the script itself")
     rows = []

@@ -1,9 +1,10 @@
-"""What `import colossalai` takes beside `import torch`, in processor time.
+"""Import time of colossalai on top of torch, in processor time.
 
     python benchmarks/import_time.py --json benchmarks/results/import_time.json
 
-Each round is a process that imports torch, then the package with what a user names first (`launch`,
-`initialize`, `Booster`). The ratio is that of the same process, so that a slow or busy machine slows both.
+Each round is a process that imports torch, then the package with the names that users import first (`launch`,
+`initialize`, `Booster`). The ratio is computed within a process, so that a slow or busy machine affects both
+parts.
 """
 
 import argparse
@@ -30,7 +31,7 @@ print(json.dumps([torch_s, time.process_time() - begun]))
 
 def import_seconds() -> tuple[float, float]:
     """Return the processor seconds of torch and of the package in a new process."""
-    # As users have it: what is new is compiled once.
+    # As for users: new modules are compiled once.
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
     done = subprocess.run(
         [sys.executable, "-c", IMPORT], env=environment, capture_output=True, text=True, check=True
@@ -66,7 +67,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=15, help="processes (default: %(default)s)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
-    import_seconds()  # which compiles, and fills the disk's cache
+    import_seconds()  # compiles the modules, and fills the disk's cache
     rows = rows_of([import_seconds() for _ in range(args.rounds)])
     report("Imports, processor time", rows, settings=vars(args), json_file=args.json)
 

@@ -1,12 +1,12 @@
-"""The head and loss of a language model: whole logits, torch's loss in chunks, and colossalai's.
+"""Head and loss of a language model: whole logits, torch's loss in chunks, and colossalai's.
 
     python benchmarks/linear_cross_entropy.py --json benchmarks/results/linear_cross_entropy.json
 
-A step is forward and backward of `cross_entropy(linear(x, weight), labels)`, an evaluation the forward under
-`no_grad`. The first variant is torch as it is used; the second `linear_cross_entropy` with
-`LinearCrossEntropyOptions()`; "half ignored" has labels of -100 in every other place, as instructions have.
-`peak_mib` is counted: the most live bytes of all tensors that a step makes, gradients included; what
-torch's loss in chunks takes within its one operation is not seen.
+A step is forward and backward of `cross_entropy(linear(x, weight), labels)`; an evaluation is the forward
+under `no_grad`. The first variant is plain torch, the second `linear_cross_entropy` with
+`LinearCrossEntropyOptions()`. "half ignored" has the label -100 at every other position, as in instruction
+tuning. `peak_mib` is counted: the most live bytes of all tensors of a step, gradients included. Memory within
+the single operation of torch's loss in chunks is not counted.
 """
 
 import argparse
@@ -25,7 +25,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def losses_to_compare() -> dict[str, Loss]:
-    """Return the losses by name; torch's in chunks where this torch has it."""
+    """Return the losses by name; torch's in chunks if this version of torch has it."""
     losses: dict[str, Loss] = {
         "whole logits": lambda x, weight, labels: functional.cross_entropy(
             functional.linear(x, weight), labels
@@ -41,7 +41,7 @@ def losses_to_compare() -> dict[str, Loss]:
 
 
 def step_of(loss: Loss, x: Tensor, weight: Tensor, labels: Tensor, *, trains: bool) -> Callable[[], None]:
-    """Return a function that makes a step, or evaluates."""
+    """Return a function that runs a training step or an evaluation."""
 
     def step() -> None:
         x.grad = weight.grad = None
@@ -54,7 +54,7 @@ def step_of(loss: Loss, x: Tensor, weight: Tensor, labels: Tensor, *, trains: bo
 
 
 def rows_of(rows: int, hidden: int, classes: int, args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return the figures for one size: training, evaluation, and training with labels that do not count."""
+    """Return the figures for one size: training, evaluation, and training with ignored labels."""
     x = torch.randn(rows, hidden, requires_grad=True)
     weight = (0.02 * torch.randn(classes, hidden)).requires_grad_()
     labels = torch.randint(classes, (rows,))

@@ -1,18 +1,18 @@
-"""Products of float32 matrices on CPU: torch's own, torch at `medium`, oneDNN for everything, and ours.
+"""Products of float32 matrices on CPU: torch's own, torch at "medium", oneDNN for everything, and ours.
 
     python benchmarks/matmul.py --threads 1 2 --json benchmarks/results/matmul.json
 
-For a linear layer of each shape, its forward, the gradient of its input and that of its weight, as products
-of matrices in the layouts that autograd gives them. Variants run by turns; `ours`, `medium` and `onednn` are
-ratios to torch's time of the same turn, the medians over the rounds: below 1 is faster.
+For a linear layer of each shape: its forward, the gradient of its input and the gradient of its weight, as
+matrix products with autograd's layouts. Variants take turns; `ours`, `medium` and `onednn` are ratios to
+torch's time of the same round, medians over the rounds: below 1 is faster.
 
-- `gflops` are torch's; `ours_gflops` follow from the ratio. With one thread a time is what that thread
-  computes, so other programs on the machine do not count; with more it is the time that passes.
-- `ours` goes by figures of this processor, measured at the start (`colossalai.kernel.measured_profile`).
-- `medium` is `torch.set_float32_matmul_precision("medium")`; the title says how many of a float32's 24 bits
-  its results keep on this processor: about 8 where it has multiplied bfloat16.
-- `onednn` calls oneDNN whatever the sizes, without the rule that `ours` has; `packed` does, for a forward
-  whose weight has been laid out for it once, as serving and frozen layers could.
+- `gflops` are torch's; `ours_gflops` follow from the ratio. With one thread, times are CPU times of that
+  thread, unaffected by other processes; with more threads they are wall-clock times.
+- `ours` uses figures of this processor, measured at the start (`colossalai.kernel.measured_profile`).
+- `medium` is `torch.set_float32_matmul_precision("medium")`. The title gives the number of a float32's 24
+  bits that are correct in its results on this processor: about 8 where it multiplies in bfloat16.
+- `onednn` calls oneDNN for all sizes, without the rule of `ours`. `packed` does the same for a forward whose
+  weight has been packed once, as serving and frozen layers could.
 """
 
 import argparse
@@ -66,7 +66,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
 
 
 def measure(a: torch.Tensor, b: torch.Tensor, *, rounds: int) -> dict[str, Any]:
-    """Return the figures of a product: the variants by turns, several calls each where they are short."""
+    """Return the figures of a product; variants take turns, with several calls each if they are short."""
     linear = torch.ops.mkldnn._linear_pointwise.default
     calls: dict[str, Product] = dict.fromkeys(SETTINGS, lambda: torch.mm(a, b))
     calls["onednn"] = lambda: linear(a, b.t(), None, "none", [], "")

@@ -1,23 +1,23 @@
-"""Expert parallelism: ours beside that of transformers, FSDP2 without it, and one process, in one run.
+"""Expert parallelism in one run: ours, that of transformers, FSDP2 with gathered experts, and one process.
 
     colossalai run --nproc_per_node 2 --set matmul=onednn benchmarks/moe.py --json results.json
     colossalai run --nproc_per_node 4 benchmarks/moe.py --backend gloo       # all bytes go through sockets
 
-All train the same small Mixtral of transformers in float32 with AdamW on the same tokens. `one process` is
-rank 0 alone with the whole batch: its losses are the truth that the others are compared with before anything
-is timed. `transformers ep` is the library's own way, `DistributedConfig(fsdp_size=, ep_size=,
-ep_implementation="all_to_all")`, which shards all that is not an expert; `fsdp2` is `fully_shard` on each
-block, with all experts gathered; `ours` is `HybridParallelPlugin(ep_size=, zero_stage=1)`. Peers communicate
-by gloo, ours by what the job has chosen.
+All variants train the same small Mixtral of transformers in float32 with AdamW on the same tokens. `one
+process` is rank 0 alone with the whole batch; the losses of the others are compared with its losses before
+the timing. `transformers ep` is the library's own method, `DistributedConfig(fsdp_size=, ep_size=,
+ep_implementation="all_to_all")`, which shards all parameters but the experts; `fsdp2` is `fully_shard` on
+each block, with all experts gathered; `ours` is `HybridParallelPlugin(ep_size=, zero_stage=1)`. Peers
+communicate by gloo, ours by the backend of the job.
 
-Whose products of matrices a variant has, `harness/products.py` says: "ours" what the job has chosen, "ours
-torch" torch's own, as peers.
+Variants differ in the library of their matrix products (`harness/products.py`): "ours" uses the choice of the
+job, "ours torch" uses torch's, like the peers.
 
-- A step ends when its slowest rank ends; `ratio` is to `transformers ep`.
-- `peak_mb` is the peak of live bytes of a step beside parameters, gradients and states, on the rank with the
-  most; `sent_mb` what the rank sends in it that sends most (`harness/sent.py`), `experts_mb` the part of it
-  that are tokens on their way to experts and back, and `experts_formula` what this is if experts are used
-  evenly: forward and backward 2 k T H (p - 1)/p numbers each in every layer.
+- A step ends when its slowest rank ends; `ratio` is relative to `transformers ep`.
+- `peak_mb` is the peak of live bytes of a step without parameters, gradients and states, on the rank with the
+  most. `sent_mb` is the number of bytes that the busiest rank sends in a step (`harness/sent.py`), and
+  `experts_mb` its share for tokens sent to experts and back. `experts_formula` is that share for balanced
+  routing: forward and backward send 2 k T H (p - 1)/p numbers each in every layer.
 """
 
 import argparse
@@ -53,10 +53,10 @@ class Variant:
     """One way to train the model on this rank's part of the batch.
 
     Args:
-        model: What runs the forward.
-        optimizer: What makes the step.
-        ids: The tokens.
-        backward: Runs a backward; default: that of the loss.
+        model: Callable that runs the forward.
+        optimizer: Optimizer of the step.
+        ids: Token ids.
+        backward: Function that runs the backward. Default: `backward` of the loss.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Variant:
 
 
 class Absent(Variant):
-    """What the other ranks do while one process trains alone: nothing."""
+    """Empty variant of the other ranks while one process trains alone."""
 
     def __init__(self) -> None:
         self.loss = torch.zeros(())
@@ -89,7 +89,7 @@ class Absent(Variant):
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """Return the optimizer, the same for all."""
+    """Return the optimizer of all variants."""
     return torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
 
 
@@ -111,7 +111,7 @@ def fsdp2(model: nn.Module, ids: torch.Tensor) -> Variant:
 
 @contextmanager
 def meshes_of_gloo() -> Iterator[None]:
-    """Let meshes that are made in the block have groups of gloo, as the library is used on CPU."""
+    """Use gloo for the meshes that are created in the block, the library's default on CPU."""
     plain = dist.init_device_mesh
 
     def made(device: str, shape: tuple[int, ...], *, mesh_dim_names: tuple[str, ...]) -> Any:
@@ -169,7 +169,7 @@ BUILDS: dict[str, Callable[[nn.Module, torch.Tensor], Variant]] = {
 
 
 def from_all_ranks(value: Any) -> list[Any]:
-    """Return what each rank has."""
+    """Return the values of all ranks."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found

@@ -1,12 +1,12 @@
-"""Optimizer states on disk: the memory that they save and the time that they cost, for GPT-2 small.
+"""Optimizer states on disk: saved memory and additional time, for GPT-2 small.
 
     python benchmarks/nvme.py --dir /mnt/nvme --json benchmarks/results/nvme.json
 
-Memory is the peak of the resident memory of two processes that train the model from the same seed, one with
-all states in memory and one with all on disk; their weights are compared. Time is that of training steps and
-of optimizer steps, in rounds, with the files in the page cache and past it. The disk's own time is what as
-many threads need that read and write the same bytes, in pieces of the same size, and do nothing else; it is
-taken in the same rounds, for the speed of a shared disk comes and goes.
+Memory is the peak resident memory of two processes that train the model from the same seed, one with all
+states in memory and one with all on disk; their weights are compared. Time is that of training steps and of
+optimizer steps, in rounds, with the files in the page cache and with direct I/O. The disk time is that of the
+same number of threads that only read and write the same bytes, in pieces of the same size. It is measured in
+the same rounds, because the speed of a shared disk varies.
 """
 
 import argparse
@@ -31,11 +31,11 @@ from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.nn.optimizer._disk_file import PrivateFolder, StateFile
 
 RAW = ("write", "read", "read and write")
-"""What is done to the disk alone; the last is what a step does."""
+"""Measured operations of the disk alone; a step does the last one."""
 
 
 def model_and_data(args: argparse.Namespace) -> tuple[nn.Module, torch.Tensor]:
-    """Return GPT-2 small, from a seed, and tokens."""
+    """Return GPT-2 small with seeded weights, and tokens."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def optimizer_of(params: list[nn.Parameter], args: argparse.Namespace, kind: str
 
 
 def worker(args: argparse.Namespace) -> None:
-    """Train and print what it took: run in a process of its own."""
+    """Train and print the figures; runs in a separate process."""
     model, tokens = model_and_data(args)
     params = list(model.parameters())
     optimizer = optimizer_of(params, args, args.worker)
@@ -69,7 +69,7 @@ def worker(args: argparse.Namespace) -> None:
 
 
 def measure_memory(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Return a row for each place of the states: the median of three processes, for a peak varies by 4 %."""
+    """Return a row for each location of the states: the median of three processes (peaks vary by 4 %)."""
     found: dict[str, list[dict[str, Any]]] = {"memory": [], "disk": []}
     for _ in range(3):
         for kind, results in found.items():
@@ -138,7 +138,7 @@ def _row(what: str, row: dict[str, Any], times: dict[str, list[float]], more: st
 
 
 def exchange_raw(file: StateFile, acts: list[str], args: argparse.Namespace) -> None:
-    """Read or write a file, or both, in as many threads as there are buffers; each takes what is next."""
+    """Read or write a file, or both, with one thread per buffer; each thread takes the next piece."""
     offsets = iter(range(0, file.size, args.buffer_size))
 
     def work(buffer: memoryview) -> None:

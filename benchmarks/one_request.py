@@ -1,12 +1,13 @@
-"""One request alone: milliseconds of a step of one token, with row tables and without.
+"""A single request: milliseconds per decode step, with row tables and without.
 
     python benchmarks/one_request.py
     python benchmarks/one_request.py --json results.json
 
-A random Llama (by default of 65M parameters), one thread, a prompt of 64 tokens. A step is what an answer of
-64 tokens more takes longer, by 64. Engines with tables and without take turns in every round; "gain" is the
-median over the rounds of the time without tables over that with them. Processor time, for which other
-processes on the machine matter less. How many products have tables is measured at load, and in the log.
+A random Llama (by default of 65M parameters), one thread, a prompt of 64 tokens. The time of a step is the
+additional time of an answer that is 64 tokens longer, divided by 64. Engines with and without tables take
+turns in every round; "gain" is the median over the rounds of the time without tables over the time with them.
+Times are processor times, which depend less on other processes. The number of products with tables is chosen
+by a measurement at load, and logged.
 """
 
 import statistics
@@ -23,7 +24,7 @@ CASES = (("float32", None), ("bfloat16", None), ("float32", "int8"), ("bfloat16"
 
 
 def seconds_of_step(llm: LLM, prompt: list[int], num_new: int) -> float:
-    """Return the seconds of processor time that a further token takes."""
+    """Return the processor seconds of one more token."""
     times = []
     for num_tokens in (1, 1 + num_new):
         began = time.process_time()

@@ -1,10 +1,11 @@
-"""Where a training step's time goes, by operator, on one core: what faster products of matrices can reach.
+"""Share of each operator in a training step on one core: the upper bound for faster matrix products.
 
     python benchmarks/operator_share.py --json benchmarks/results/operator_share.json
 
 A step is forward, backward and fused AdamW of a model of `--layers` blocks on `--batch` sequences. The
-figures are shares of the time of all operators, of torch's profiler: `mm` and `addmm` are replaced under
-`matmul="onednn"`, `bmm` and `baddbmm` (attention written out) and `addmm_act` (with an activation) are not.
+figures are shares of the time of all operators, by torch's profiler. `matmul="onednn"` replaces `mm` and
+`addmm`; it does not replace `bmm` and `baddbmm` (attention without a fused kernel) and `addmm_act` (with an
+activation).
 """
 
 import argparse
@@ -86,7 +87,7 @@ def _step(model: nn.Module, loss: Callable[..., torch.Tensor], ids: torch.Tensor
 
 
 def shares(step: Callable[[], object], rounds: int) -> dict[str, Any]:
-    """Return how long a step takes and which part of it each column has."""
+    """Return the time of a step and the share of each column."""
     step()
     with profile() as profiled:
         for _ in range(rounds):

@@ -1,13 +1,13 @@
-"""Products of few rows with packed weights: is one row as fast as it could be?
+"""Products of few rows with packed weights, compared with the memory bandwidth of one core.
 
     python benchmarks/packed_rows.py
     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 python benchmarks/packed_rows.py    # weights in pages of 2 MiB
 
-The weights of a small Llama (218 MB in float32, so that no cache holds them) are multiplied in turn by one
-row, two, four and so on: the products of a decoding step without its head and nothing else, one thread.
-`GB/s` is the memory that is read, "of one row" the time as a part of the first number's. "sum" adds up as
-many numbers: what a core reads at most. "table" is one row with row tables, as the engine multiplies it
-where they are kept. What the engine does without them follows from `fewest_rows`, which the last line says.
+The weights of a small Llama (218 MB in float32, larger than the caches) are multiplied in turn by 1, 2, 4 and
+more rows. These are the products of a decoding step without its head, on one thread. `GB/s` is the memory
+read per second; "of one row" is the time relative to the first number of rows. "sum" adds up the same number
+of elements: the highest read rate of a core. "table" is one row with row tables, as in the engine where it
+keeps them. Without tables the engine pads to `fewest_rows`, which the last line prints.
 """
 
 import argparse
@@ -24,7 +24,7 @@ SHAPES = ((1280, 640), (640, 640), (1728, 640), (1728, 640), (640, 1728))
 
 
 def huge_mib() -> int:
-    """Return how much of this process's memory lies in huge pages; Linux only."""
+    """Return the MiB of this process's memory in huge pages; Linux only."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("AnonHugePages:"):
             return int(line.split()[1]) // 1024

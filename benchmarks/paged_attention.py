@@ -1,14 +1,15 @@
-"""Attention of one token of each sequence to its blocks: bags of rows, beside what else torch offers.
+"""Attention of one token of each sequence to its cache blocks: bags of rows, and alternatives in torch.
 
     python benchmarks/paged_attention.py --json benchmarks/results/paged_attention.json
     python benchmarks/paged_attention.py --device cuda --batch 32 --length 512 --heads 8
 
-One layer's attention for sequences that add a token each, one thread; each call takes the next of several
-layers' caches, as a step does, so that what one call has read is not in the processor's cache for the next.
-All variants store the new keys and values first. `bags` and `gathered` are ours, on a CPU and elsewhere;
-`gather` copies the blocks together and calls `scaled_dot_product_attention`; `contiguous` calls it over
-caches that are not paged, of one length for all sequences. Times are those of the thread, on an accelerator
-those until it is done, medians in microseconds; before timing all are compared.
+One layer's attention for sequences that add a token each, on one thread. Each call uses the cache of the next
+of several layers, as in a step, so that the processor's cache does not hold the data of the previous call.
+All variants store the new keys and values first. `bags` is our attention on a CPU, `gathered` ours on other
+devices. `gather` copies the blocks together and calls `scaled_dot_product_attention`; `contiguous` calls it
+on caches that are not paged, with one length for all sequences. Times are CPU times of the thread, on an
+accelerator the times to completion; figures are medians in microseconds. The results of all variants are
+compared first.
 """
 
 import argparse
@@ -31,9 +32,9 @@ class Layers:
     """Caches of several layers, paged and contiguous, with the same random content.
 
     Args:
-        dtype: Their type.
-        sizes: The words of the command line.
-        block_size: Tokens of a block.
+        dtype: Data type of the caches.
+        sizes: Parsed command line.
+        block_size: Number of tokens in a block.
     """
 
     def __init__(self, dtype: torch.dtype, sizes: argparse.Namespace, block_size: int) -> None:
@@ -102,14 +103,14 @@ class Layers:
         return self._attend(*self._gathered(cache))
 
     def unpaged(self, layer: int | None = None) -> Tensor:
-        """Attend over caches that lie as `scaled_dot_product_attention` takes them."""
+        """Attend over caches in the layout of `scaled_dot_product_attention`."""
         keys, values = self.contiguous[next(self._next) if layer is None else layer]
         keys[:, :, self.length - 1], values[:, :, self.length - 1] = self.key, self.value
         return self._attend(keys, values)
 
 
 def clock_of_device() -> float:
-    """Return the time when the accelerator has done all it was given."""
+    """Return the time after all work of the accelerator has completed."""
     torch.accelerator.synchronize()
     return time.perf_counter()
 

@@ -3,19 +3,20 @@
     colossalai run --nproc_per_node 2 benchmarks/pipeline.py --json results.json
 
 Both run the same transformer blocks, cut into the same stages, with the same weights, data and microbatches;
-losses and all gradients are compared before anything is timed. A step is forward and backward of a batch,
-without an optimizer; it ends when its slowest rank ends. Torch is given its cheapest options: outputs are not
-collected, gradients are not scaled afterwards.
+losses and all gradients are compared before the timing. A step is forward and backward of a batch, without an
+optimizer; it ends when its slowest rank ends. Torch has its cheapest options: outputs are not collected,
+gradients are not scaled afterwards.
 
-Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
-precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
+Variants differ in the library of their matrix products (`harness/products.py`). Peers use torch's, and "...
+medium" the "medium" precision; ours use the choice of the job (`colossalai run --set matmul=onednn`), and
+"... torch" uses torch's.
 
 - `peak_mib` is the largest rank's peak of live tensors, from the copying of its parameters to the end of the
-  second step: parameters, gradients, activations, buffers of messages; see `harness/memory.py`.
-- `idle` is the part of a step in which a rank waits for messages or has already ended: the mean over ranks,
-  the median over rounds of their own; see `harness/waits.py`. `idle_simulated` is that of our schedule in
-  `colossalai.pipeline.simulate`, with costs measured here: for each stage the median time of its actions
-  without their waiting, for a message that of a ping-pong of its size.
+  second step: parameters, gradients, activations and message buffers; see `harness/memory.py`.
+- `idle` is the fraction of a step in which a rank waits for messages or has already ended: the mean over
+  ranks, the median over separate rounds; see `harness/waits.py`. `idle_simulated` is that of our schedule in
+  `colossalai.pipeline.simulate`, with measured costs: for each stage the median time of its actions without
+  waiting, for a message the time from a ping-pong of the same size.
 """
 
 import argparse
@@ -68,7 +69,7 @@ Stages = Mapping[int, nn.Module]
 
 
 def make_stages(schedule: Schedule, args: argparse.Namespace) -> dict[int, nn.Module]:
-    """Return the stages of this rank; every stage has equally many of the blocks."""
+    """Return the stages of this rank; all stages have the same number of blocks."""
     found = {}
     for stage in schedule.stages_of(gpc.mesh.axis("pp").rank):
         torch.manual_seed(stage)
@@ -202,7 +203,7 @@ def slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
 
 
 def measure_idle(variants: Mapping[str, Variant], rounds: int) -> dict[str, float]:
-    """Return the part of the time in which a rank does not compute, the median over rounds."""
+    """Return the fraction of the time in which a rank does not compute, the median over rounds."""
     found: dict[str, list[float]] = {name: [] for name in variants}
     for _ in range(rounds):
         for name, variant in variants.items():
@@ -218,7 +219,7 @@ def measure_idle(variants: Mapping[str, Variant], rounds: int) -> dict[str, floa
 
 
 def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Costs:
-    """Return what the actions of our pipeline take, without what they wait."""
+    """Return the times of our pipeline's actions without their waiting."""
     seconds: defaultdict[tuple[int, Op], list[float]] = defaultdict(list)
 
     of_actions: defaultdict[Action, float] = defaultdict(float)
@@ -229,7 +230,7 @@ def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Co
             carry_out(step)
             of_actions[step.action] += time.perf_counter() - start - waiting.seconds
 
-    handlers = ours.executor._handlers  # no door of users leads to single steps
+    handlers = ours.executor._handlers  # the public API does not expose single steps
 
     def timed_handlers(run: Any) -> dict[StepKind, Callable[[ScheduleStep], None]]:
         return {kind: partial(timed, handler) for kind, handler in handlers(run).items()}
@@ -254,7 +255,7 @@ def measure_costs(ours: Ours, schedule: Schedule, rounds: int, p2p: float) -> Co
 
 
 def measure_p2p(example: torch.Tensor, rounds: int = 20) -> float:
-    """Return how long a message of the size of a tensor takes from the first rank to the second."""
+    """Return the time of a message of the size of a tensor from the first rank to the second."""
     axis = gpc.mesh.axis("pp")
     tensor = torch.empty_like(example)
     seconds = []

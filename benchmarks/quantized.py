@@ -1,12 +1,12 @@
-"""A small Llama served with weights in few bits: tokens a second, bytes, logits, and memory of loading.
+"""A small Llama served with quantized weights: tokens per second, bytes, logits, and memory at load.
 
     python benchmarks/quantized.py --json benchmarks/results/quantized.json
 
 Every variant answers the same requests (64-token prompts, 64 new tokens, no prefix cache) in one process;
 `tokens_per_s` is the median over the rounds of tokens per second of CPU time, prompts included. Bytes are
-those of all parameters, and of the linear layers alone; the embedding stays as it is. `peak_mib` is the most
-memory, pages of the mapped file left out, that is seen every millisecond of a process of its own that loads
-the model, less that of one that stops when the model is built and has no memory.
+those of all parameters, and of the linear layers alone; the embedding is not quantized. `peak_mib` is the
+peak memory of a separate process that loads the model, sampled every millisecond without pages of the mapped
+file, less that of a process that stops after building the model without memory.
 """
 
 import argparse
@@ -46,7 +46,7 @@ def save_model(folder: str, args: argparse.Namespace) -> None:
 
 
 def peak_mib(folder: str, dtype: str, way: str) -> float:
-    """Return the most memory of its own of a process that loads the model."""
+    """Return the peak private memory of a process that loads the model."""
     command = [sys.executable, "-c", LOAD, folder, dtype, way]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdin is not None
@@ -70,7 +70,7 @@ def answer(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Callable[[], 
 
 
 def void(_: object) -> None:
-    """Drop a result."""
+    """Discard a result."""
 
 
 def rows_of(folder: str, args: argparse.Namespace) -> list[dict[str, Any]]:

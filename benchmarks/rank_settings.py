@@ -1,13 +1,13 @@
-"""Step time of a GPT on the ranks of one machine, by how `colossalai run` starts them.
+"""Step time of a GPT on the ranks of one machine, for different settings of `colossalai run`.
 
     python benchmarks/rank_settings.py --json benchmarks/results/rank_settings.json
     python benchmarks/rank_settings.py --busy 1     # another process computes all the time
 
-Each round starts the same job once in each way, in an order that rotates. A figure is the median step of a
-job; what counts is the median over the rounds of its ratio to the first way. Page faults are those of rank 0
-in a step, and memory is the most that it held.
+Each round starts the same job once per setting, in an order that rotates. The figure of a job is its median
+step; the result is the median over the rounds of the ratio to the first setting. Page faults are those of
+rank 0 in a step, and memory is its peak.
 
-It starts its jobs by itself, so it is no job.
+Start this script directly, not with `colossalai run`: it starts its jobs.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig
 WAYS: dict[str, tuple[list[str], dict[str, str]]] = {
     "unbound": (["--no-bind"], {}),
     "bound": (["--bind"], {}),
-    # What glibc comes to by itself once a program has freed large blocks.
+    # Thresholds that glibc reaches after a program has freed large blocks.
     "unbound, memory returned": (
         ["--no-bind"],
         {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(64 << 20)},
     ),
 }
-_OUTPUT = "RANK_SETTINGS_OUTPUT"  # names the file for rank 0's figures
+_OUTPUT = "RANK_SETTINGS_OUTPUT"  # path of the file for rank 0's figures
 _BUSY = "import torch; torch.set_num_threads(1); a = torch.ones(512, 512)\nwhile True: a @ a"
 
 
@@ -50,7 +50,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def train(args: argparse.Namespace) -> dict[str, float]:
-    """Be a rank: return this rank's figures."""
+    """Train as a rank of the job, and return this rank's figures."""
     colossalai.launch_from_torch(config={"clip_grad_norm": 1.0}, verbose=False)
     shape = GPTConfig(
         vocab_size=args.vocabulary,
@@ -85,7 +85,7 @@ def train(args: argparse.Namespace) -> dict[str, float]:
 
 
 def start_job(way: str, args: argparse.Namespace) -> dict[str, float]:
-    """Run the job in a way; return the figures of rank 0."""
+    """Run the job with one of the settings; return the figures of rank 0."""
     options, variables = WAYS[way]
     with tempfile.NamedTemporaryFile("r") as output:
         command = [sys.executable, "-m", "colossalai.cli", "run", "--nproc_per_node", str(args.ranks)]
@@ -103,7 +103,7 @@ def start_job(way: str, args: argparse.Namespace) -> dict[str, float]:
 
 
 def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Start all jobs by turns and return a row for each way."""
+    """Start all jobs in turn and return a row for each setting."""
     names = list(WAYS)
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     for number in range(args.rounds):
@@ -124,7 +124,7 @@ def measure(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Be a rank, or start the jobs and report."""
+    """Run as a rank, or start the jobs and report."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

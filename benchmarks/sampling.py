@@ -1,11 +1,11 @@
-"""Drawing the next tokens of a batch: `draw_tokens`, beside what `generate` of transformers does.
+"""Sampling of the next tokens of a batch: `draw_tokens`, and the sampling of `generate` of transformers.
 
     python benchmarks/sampling.py --json benchmarks/results/sampling.json
 
-Rows of float32 logits, normal with the deviation that the case names, and one thread; times are those of the
-thread. `generate_us` is that of transformers' processors for the same settings, softmax and `multinomial`, or
-`argmax`; it knows one setting for all rows, and none where the column is empty. `build` is the time to make
-the `Draws` of the batch from 16 SamplingParams.
+Rows of float32 logits, normally distributed with the deviation of the case, on one thread; times are CPU
+times of the thread. `generate_us` is the time of transformers' processors for the same settings, softmax and
+`multinomial`, or `argmax`. It supports one setting for all rows; the column is empty for other cases. `build`
+is the time to create the `Draws` of the batch from 16 SamplingParams.
 """
 
 import argparse
@@ -42,7 +42,7 @@ TOKENS = tuple(range(0, 4000, 8))
 
 
 def draws(name: str, *, rows: int, vocab: int) -> Draws:
-    """Return how a case's rows are drawn."""
+    """Return the draws of a case's rows."""
     params = CASES[name][0]
     words = np.random.default_rng(0).integers(-(2**31), 2**31, size=-(-vocab // 32), dtype=np.int32)
     mask = words if "masked" in name else None
@@ -61,7 +61,7 @@ def draws(name: str, *, rows: int, vocab: int) -> Draws:
 
 
 def generate_step(name: str, logits: torch.Tensor) -> Callable[[], Any] | None:
-    """Return what `generate` does with the logits of a step, where it can do this case."""
+    """Return the sampling of `generate` for the logits of a step, or None for unsupported cases."""
     params = CASES[name][0]
     if params.logprobs is not None or "masked" in name or name.startswith("one row"):
         return None

@@ -1,9 +1,9 @@
-"""Step time, memory and traffic of the attentions over a sequence that ranks share: ring and Ulysses.
+"""Step time, memory and traffic of attention over a sequence that is sharded: ring and Ulysses.
 
     colossalai run --nproc_per_node 2 benchmarks/sequence_parallel.py --json results.json
 
-Both attend to the same random queries, keys and values, each in the order of positions that suits it; the
-results are compared before anything is timed.
+Both attend to the same random queries, keys and values, each in its preferred order of positions; the results
+are compared before the timing.
 """
 
 import argparse
@@ -25,7 +25,7 @@ class Variant:
     """An attention with this rank's part of the operands.
 
     Args:
-        attention: Which one.
+        attention: Name of the attention.
         whole: q, k, v and the gradient of the result, (4, batch, heads, seq, head_size), alike on all ranks.
         causal: Whether a query sees its own and earlier positions only.
     """
@@ -49,7 +49,7 @@ class Variant:
         self.forward().backward(self.grad)
 
     def costs(self) -> dict[str, float]:
-        """Return what is kept for the backward, and what is sent in each direction, in MiB."""
+        """Return the memory saved for the backward, and the traffic of each direction, in MiB."""
         saved: dict[int, int] = {}  # bytes of each storage that the forward keeps for the backward
 
         def keep(tensor: torch.Tensor, saved: dict[int, int] = saved) -> torch.Tensor:

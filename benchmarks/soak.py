@@ -1,14 +1,14 @@
-"""Soak: thousands of requests of many clients to `colossalai serve`, some of which are wrong, leave, or hang.
+"""Soak test of `colossalai serve`: thousands of requests with faults, disconnections and stalled clients.
 
     python benchmarks/soak.py
     python benchmarks/soak.py --requests 1000 --json results.json
 
-The server is a process with a tiny random Llama, a cache that is too small for all that run, and a short
-queue. Clients are processes, two of which are stopped for some seconds (SIGSTOP); a tenth of their requests
-is malformed, in a tenth the client leaves. At the end both sides are compared: every request that was sent
-has one end in the client's books, one line in the server's log, and one outcome in /metrics; no block is
-held, no file descriptor is left open, and memory does not grow. What does not add up is named, and the exit
-code is 1.
+The server is a process with a tiny random Llama, a cache that is too small for all running requests, and a
+short queue. Clients are processes; two of them are stopped for some seconds (SIGSTOP). A tenth of the
+requests is malformed, and in another tenth the client disconnects. At the end both sides are compared: every
+request has one end in the client's records, one line in the server's log, and one outcome in /metrics; no
+block and no file descriptor is leaked, and memory does not grow. Differences are printed, and the exit code
+is 1.
 """
 
 import argparse
@@ -72,11 +72,11 @@ def save_model(folder: Path) -> None:
 
 
 class SoakedServer:
-    """`colossalai serve` in a process of its own.
+    """`colossalai serve` in a separate process.
 
     Args:
-        folder: The model; its log is beside it.
-        words: Further words of the command.
+        folder: Folder of the model; the log is written next to it.
+        words: Further arguments of the command.
     """
 
     def __init__(self, folder: Path, *words: str) -> None:
@@ -89,7 +89,7 @@ class SoakedServer:
 
     @property
     def log(self) -> str:
-        """What it has written."""
+        """Output of the server so far."""
         return self._log.read_text()
 
     def metrics(self) -> dict[str, float]:
@@ -104,7 +104,7 @@ class SoakedServer:
         return dict(found)
 
     def settle(self) -> dict[str, float]:
-        """Wait until nothing runs and all that came has ended, and return the metrics."""
+        """Wait until all received requests have ended, and return the metrics."""
         deadline = time.monotonic() + SETTLE_S
         while True:
             found = self.metrics()
@@ -117,7 +117,7 @@ class SoakedServer:
             time.sleep(0.1)
 
     def num_files(self) -> int:
-        """Return its open file descriptors, once idle connections have been closed."""
+        """Return the number of open file descriptors, after idle connections have been closed."""
         deadline = time.monotonic() + SETTLE_S
         while time.monotonic() < deadline and any(
             each.status != psutil.CONN_LISTEN for each in self.info.net_connections()
@@ -126,7 +126,7 @@ class SoakedServer:
         return self.info.num_fds()
 
     def end(self) -> int:
-        """Ask it to end, and return its exit code."""
+        """Terminate the server, and return its exit code."""
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(END_S)
 
@@ -195,10 +195,10 @@ def soak(
 def faults(
     ends: Sequence[Mapping[str, Any]], before: Mapping[str, float], after: Mapping[str, float], log: str
 ) -> list[str]:
-    """Return what does not add up between the clients' books, /metrics and the log."""
+    """Return the differences between the clients' records, /metrics and the log."""
     found = [f"lost: {end}" for end in ends if end["end"] not in ("answered", "refused", "left")]
     count = Counter(end["end"] for end in ends)
-    num_sent = sum(end["kind"] != "no http" for end in ends)  # what is not HTTP is no request
+    num_sent = sum(end["kind"] != "no http" for end in ends)  # not counted by the server
     came = {name: after[name] - before[name] for name in after if name in before}
     received = came["colossalai_requests_received_total"]
     ended = {outcome: came[outcome_name(outcome)] for outcome in OUTCOMES}
@@ -233,7 +233,7 @@ def faults(
 
 
 def rows_of(ends: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return for each kind of request how it ended, and how long answers took."""
+    """Return the ends and the answer times of each kind of request."""
     rows = []
     for kind in ("all", *sorted({end["kind"] for end in ends if end["status"] == 200}), "refused"):
         chosen = [end for end in ends if kind in ("all", end["kind"], end["end"])]

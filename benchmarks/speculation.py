@@ -1,18 +1,19 @@
-"""Speculation: tokens per second with and without drafts, for one request and for several.
+"""Speculative decoding: tokens per second with and without drafts, for one request and for several.
 
     python benchmarks/speculation.py
     python benchmarks/speculation.py --batch 16 --new 128 --json results.json
 
 One random Llama (by default of 65M parameters), one thread, prompts of 64 random tokens. Three texts:
 
-- "loops": greedy. The greedy text of a random model falls into a loop sooner or later, so that prompt lookup
-  finds more and more of it, as in text that quotes itself.
-- "does not repeat": drawn with temperature 1 from a flat distribution; what prompt lookup finds is wrong.
-- "agreeing model": greedy, with the first layer of the model as the small one. The other layers have their
-  outputs multiplied by a small number, so that both mostly agree: what a small model gives at best.
+- "loops": greedy. The greedy text of a random model eventually repeats, so that prompt lookup finds more and
+  more of it, as in text with quotations.
+- "does not repeat": sampled with temperature 1 from a flat distribution; prompt lookup finds wrong tokens
+  only.
+- "agreeing model": greedy, with the first layer of the model as the draft model. The outputs of the other
+  layers are multiplied by a small number, so that both mostly agree: the best case of a draft model.
 
-Every round takes the variants in turn; "with / without" is the median over rounds of the ratio of tokens per
-second, and "drafted" and "accepted" are tokens for each token of the text.
+The variants take turns in every round; "with / without" is the median over rounds of the ratio of tokens per
+second, and "drafted" and "accepted" are counts per token of the text.
 """
 
 import argparse
@@ -42,7 +43,7 @@ def build(args: argparse.Namespace, num_layers: int) -> LlamaForCausalLM:
 
 @torch.no_grad()
 def save_models(args: argparse.Namespace, folder: Path) -> None:
-    """Save the model; the same with faint layers behind the first one; and the first layer alone."""
+    """Save the model, a copy with weak layers after the first one, and the first layer alone."""
     whole = build(args, args.layers)
     whole.save_pretrained(folder / "whole")
     for layer in whole.model.layers[1:]:
@@ -65,7 +66,7 @@ def engines(args: argparse.Namespace, folder: Path) -> dict[str, LLM]:
 
 
 def measure(args: argparse.Namespace, llms: dict[str, LLM]) -> dict[tuple[int, str], list[dict[str, Any]]]:
-    """Return for each load and variant what each round has shown; the texts of a round are compared."""
+    """Return the figures of each round by load and variant; the texts of a round are compared."""
     generator = torch.Generator().manual_seed(1)
     found: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for number in range(args.rounds + 1):  # the first one warms up

@@ -1,13 +1,13 @@
-"""From Enter to the first step on two hosts: `colossalai run` against plain torchrun.
+"""Time from the command to the first step on two hosts: `colossalai run` against plain torchrun.
 
     python benchmarks/start_time.py --json benchmarks/results/start_time.json
 
 All run the same script, as root, on the hosts of tests/launcher/hosts/network.py: network namespaces with a
 real sshd each. torchrun is started on both hosts over ssh at the same moment. The first step is an all-reduce
-over gloo. Each round starts each way once, in an order that rotates; the medians count.
+over gloo. Each round starts each variant once, in an order that rotates; figures are medians.
 
-It starts its jobs by itself, so it is no job: as a rank of `colossalai run`, and where there can be no
-hosts, it says so and ends.
+Start this script directly, not with `colossalai run`: it starts its jobs. As a rank of a job, or on a machine
+that cannot have such hosts, it prints a message and exits.
 """
 
 import argparse
@@ -38,7 +38,7 @@ BASELINE = "torchrun over ssh"
 
 
 def ways() -> dict[str, list[str]]:
-    """Return the commands that are compared; each runs job.py of the working directory on both hosts."""
+    """Return the compared commands; each runs job.py of the working directory on both hosts."""
     run = [sys.executable, "-m", "colossalai.cli", "run", "--host", "host1,host2", "--nproc_per_node", "1"]
     return {
         BASELINE: ["sh", "-c", _torchrun()],
@@ -57,10 +57,10 @@ def _torchrun() -> str:
 
 
 def first_step(network: Network, command: list[str], folder: str) -> float:
-    """Return the seconds until the last of both ranks has made a step."""
+    """Return the seconds until both ranks have finished a step."""
     began = time.time()
     done = network.run("host1", command, cwd=folder, env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    # torchrun's ranks write into each other's lines.
+    # Lines of torchrun's ranks can be interleaved.
     steps = [float(found) for found in re.findall(r"\d{10}\.\d+", done.stdout)]
     if done.returncode != 0 or len(steps) != 2:
         raise SystemExit(f"{shlex.join(command)} failed:\n{done.stdout}\n{done.stderr}")
@@ -68,7 +68,7 @@ def first_step(network: Network, command: list[str], folder: str) -> float:
 
 
 def measure(rounds: int) -> dict[str, list[float]]:
-    """Return the seconds of each way, one for each round."""
+    """Return the seconds of each variant, one value per round."""
     commands = ways()
     names = list(commands)
     seconds: dict[str, list[float]] = {name: [] for name in names}
@@ -76,7 +76,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
     try:
         with tempfile.TemporaryDirectory() as folder:
             Path(folder, "job.py").write_text(SCRIPT)
-            first_step(network, commands[BASELINE], folder)  # for the disk's cache; it does not count
+            first_step(network, commands[BASELINE], folder)  # fills the disk's cache; not timed
             for number in range(rounds):
                 shift = number % len(names)
                 for name in names[shift:] + names[:shift]:
@@ -87,7 +87,7 @@ def measure(rounds: int) -> dict[str, list[float]]:
 
 
 def rows_of(seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
-    """Return a row for each way: its median, what that is above torchrun's, and the extremes."""
+    """Return a row for each variant: its median, the difference from torchrun's, and the extremes."""
     baseline = statistics.median(seconds[BASELINE])
     return [
         {

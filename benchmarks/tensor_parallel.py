@@ -3,10 +3,11 @@
     colossalai run --nproc_per_node 2 benchmarks/tensor_parallel.py --json results.json
 
 Both train the same two-layer MLP and the same GPT block, from the same weights, on the same data, cut in the
-same way; the losses are compared before anything is timed.
+same way; the losses are compared before the timing.
 
-Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
-precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
+Variants differ in the library of their matrix products (`harness/products.py`). Peers use torch's, and "...
+medium" the "medium" precision; ours use the choice of the job (`colossalai run --set matmul=onednn`), and
+"... torch" uses torch's.
 """
 
 import argparse
@@ -104,11 +105,11 @@ def theirs(name: str, hidden: int) -> nn.Module:
 
 
 class Variant:
-    """A model with its optimizer, and a step of it."""
+    """A model with its optimizer and its training step."""
 
     def __init__(self, model: nn.Module, x: torch.Tensor) -> None:
         self.model = model.to(get_current_device())
-        self.x = x.clone().requires_grad_()  # as of a model's inner layer
+        self.x = x.clone().requires_grad_()  # like the input of an inner layer
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-3)
 
     def step(self) -> torch.Tensor:

@@ -1,12 +1,12 @@
-"""What the watchdog costs: step time of a tensor-parallel GPT with it and without it, in one run.
+"""Overhead of the watchdog: step time of a tensor-parallel GPT with it and without it, in one run.
 
     colossalai run --nproc_per_node 2 benchmarks/watchdog.py --json benchmarks/results/watchdog.json
 
-Every round runs some steps without the watchdog, some with the longest pause between its looks (5 s, that of
-the default), and some with a timeout of a second (0.1 s between looks), in an order that rotates; the ratio
-of two variants of the same round is nearly free of what else the machine does. "Without" is also without what
-stands in the code of a step for the watchdog: the names of its parts, and the recording of messages.
-torch's flight recorder is on in all variants: torch has it on by default.
+Every round runs some steps without the watchdog, some with the default interval between its checks (5 s, the
+longest), and some with a timeout of a second (checks every 0.1 s), in an order that rotates. The ratio of two
+variants of the same round is nearly free of the machine's noise. "Without" also removes the code of the
+watchdog from the step: the names of its sections, and the recording of messages. torch's flight recorder is
+on in all variants, as by default in torch.
 """
 
 import argparse
@@ -49,8 +49,8 @@ class Steps:
     """Training steps of a small GPT.
 
     Args:
-        batch: Sequences.
-        seq: Tokens in a sequence.
+        batch: Number of sequences.
+        seq: Number of tokens in a sequence.
     """
 
     def __init__(self, *, batch: int, seq: int) -> None:
@@ -71,7 +71,7 @@ class Steps:
         self._batch = (tokens[:, :-1], tokens[:, 1:])
 
     def run(self, count: int) -> float:
-        """Return the seconds of a step, the mean of some."""
+        """Return the mean seconds of `count` steps."""
         dist.barrier()
         start = time.perf_counter()
         for _ in range(count):
@@ -83,12 +83,12 @@ class Steps:
 
 
 def _nothing(*_args: object) -> None:
-    """Stand for what a step has for the watchdog."""
+    """Empty replacement for the watchdog's code in a step."""
 
 
 @contextmanager
 def watched(options: dict[str, Any] | None, number: int) -> Iterator[None]:
-    """Within the block the watchdog runs, or nothing of it is there."""
+    """Run the watchdog within the block, or remove its code from the step."""
     if options is None:
         with (
             mock.patch.object(section, "__enter__", _nothing),
@@ -109,7 +109,7 @@ def watched(options: dict[str, Any] | None, number: int) -> Iterator[None]:
     try:
         yield
     finally:
-        dist.barrier()  # nobody may miss a rank that has left
+        dist.barrier()  # all ranks stop together: a missing rank would be reported
         stop_watching()
 
 
@@ -124,7 +124,7 @@ def microseconds(call: Callable[[], Any], *, count: int = 2000) -> float:
 
 
 def share_of_pieces(step_s: float, *, num_sections: int, num_backwards: int) -> dict[str, float]:
-    """Return what the pieces cost, one by one, and their share of a step; the ratios above are noisier."""
+    """Return the time of each part and their share of a step, which are less noisy than the ratios."""
 
     def enter() -> None:
         with _SECTION:
@@ -138,14 +138,14 @@ def share_of_pieces(step_s: float, *, num_sections: int, num_backwards: int) -> 
         **signature_pieces(),
     }
     signature = pieces["noted_us"] - pieces["unnoted_us"]
-    num_calls = 2 * num_backwards  # each backward has a forward
+    num_calls = 2 * num_backwards  # one call in forward and one in backward
     in_step = 1e-6 * (num_sections * pieces["section_us"] + num_calls * signature)
-    looks = 1e-6 * pieces["look_us"] / 0.1  # per second; ten looks for a timeout of a second
+    looks = 1e-6 * pieces["look_us"] / 0.1  # per second; ten checks for a timeout of a second
     return pieces | {"share_percent": round(100 * (in_step / step_s + looks), 4)}
 
 
 def signature_pieces() -> dict[str, float]:
-    """Return what a collective costs a caller without and with a note of it, and what an all-reduce takes."""
+    """Return the microseconds of a collective's call with and without recording, and of an all-reduce."""
     values = torch.ones(8, 128)
     group, options = distributed_c10d._get_default_group(), dist.AllreduceOptions()
     pieces = {"all_reduce_us": microseconds(lambda: dist.all_reduce(values), count=500)}

@@ -1,17 +1,16 @@
-"""New weights for the rollout engines of a job: handed over in memory, and through a checkpoint on disk.
+"""New weights for the rollout engines of a job: passed in memory, and through a checkpoint on disk.
 
     colossalai run --nproc_per_node 4 benchmarks/weight_sync.py --json benchmarks/results/weight_sync.json
 
 A Llama of 65M parameters is trained by 2 tensor ranks in each of 2 replicas under ZeRO-1; each rank has an
 engine with a whole copy. "sync" is `RolloutEngine.sync`; "checkpoint" writes the model as safetensors with
-`booster.save_model`, and reads it into each engine with `load_model`. "copy" is a plain copy of as many
-bytes on each rank, all of them at once: what has to be done at least.
+`booster.save_model`, and reads it into each engine with `load_model`. "copy" is a plain copy of the same
+number of bytes on all ranks at once, a lower bound.
 
-- A step ends when its slowest rank ends; `ratio` is to "sync".
-- `sent_per_rank` are the bytes that a rank sends (a broadcast counted as on a ring), `missing` those that it
-  lacks: half of each tensor that the tensor ranks share.
-- `peak` is the most memory that a sync takes at once, beside what is there before; `largest` the bytes of the
-  largest tensor.
+- A step ends when its slowest rank ends; `ratio` is relative to "sync".
+- `sent_per_rank` are the bytes that a rank sends (a broadcast counted as on a ring), `missing` the bytes that
+  it lacks: half of each tensor that is sharded over the tensor ranks.
+- `peak` is the most additional memory during a sync; `largest` is the size of the largest tensor in bytes.
 """
 
 import argparse
@@ -36,7 +35,7 @@ from colossalai.core import global_context as gpc
 
 def rows_of(args: argparse.Namespace, folder: str) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return the times of all variants, and the bytes of a sync."""
-    heads = {"kv_heads": args.hidden // 64}  # as many as those of queries: ranks share them
+    heads = {"kv_heads": args.hidden // 64}  # as many as query heads, so that ranks can share them
     raw, twin = llama_of(args, **heads), llama_of(args, **heads)
     whole = {name: param.shape for name, param in raw.named_parameters()}
     sizes = [param.nbytes for param in raw.parameters()]
@@ -90,7 +89,7 @@ def main() -> None:
         shared = [own]
         dist.broadcast_object_list(shared)
         rows, sizes = rows_of(args, str(Path(shared[0], "model")))
-        dist.barrier()  # before the folder goes
+        dist.barrier()  # all ranks must have read the files before rank 0 deletes the folder
     title, more = "Weights of a Llama on their way to engines", {"bytes of a sync": sizes}
     report(title, rows, settings=vars(args), json_file=args.json, more=more)
 

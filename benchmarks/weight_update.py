@@ -2,8 +2,8 @@
 
     python benchmarks/weight_update.py --json benchmarks/results/weight_update.json
 
-Of one random Llama: "copy" copies every tensor into another of the same shape (what a trainer that shares
-nothing has to do at least), "read" reads the file's bytes into memory that is there. The others are
+All variants use one random Llama. "copy" copies every tensor into another of the same shape, a lower bound
+for a trainer that shares no memory. "read" reads the bytes of the file into allocated memory. The others are
 `LLM.update_weights` of an engine with packed weights: from the model in memory, as after each step of a
 trainer; from a folder of safetensors; and the same with weights in 8 bits. `seconds` is the median over the
 rounds, `gb_per_s` the bytes of the model's parameters divided by it.

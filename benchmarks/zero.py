@@ -3,21 +3,23 @@
     colossalai run --nproc_per_node 2 benchmarks/zero.py --json benchmarks/results/zero.json
 
 All variants train the same GPT in float32 from the same weights on the same tokens with AdamW; after three
-steps their weights are compared, before anything is timed. `ddp` is torch's `DistributedDataParallel` with
-the fused AdamW, `ddp_foreach` the same with the other of torch's fast ones, `redundancy` is DDP with
+steps their weights are compared, before the timing. `ddp` is torch's `DistributedDataParallel` with the fused
+AdamW, `ddp_foreach` the same with the foreach implementation, `redundancy` is DDP with
 `ZeroRedundancyOptimizer`, `fsdp2` is `fully_shard` on each block and on the model; `zero1` and `zero2` are
 our stages, `gemini` is our stage 3, in chunks.
 
-Whose products of matrices a variant has, `harness/products.py` says: peers torch's own, "... medium" at that
-precision, ours what the job has chosen (`colossalai run --set matmul=onednn`), "... torch" torch's own.
+Variants differ in the library of their matrix products (`harness/products.py`). Peers use torch's, and "...
+medium" the "medium" precision; ours use the choice of the job (`colossalai run --set matmul=onednn`), and
+"... torch" uses torch's.
 
-- A step ends when its slowest rank ends. `ratio` is to `ddp`, `vs_fastest` to whichever of torch's has the
-  smallest median.
+- A step ends when its slowest rank ends. `ratio` is relative to `ddp`, `vs_fastest` to the variant of torch
+  with the smallest median.
 - `bytes_per_param` counts the memory behind all floating tensors that Python can reach after a step,
-  gradients included, on the rank with the most; `formula` is that of 1910.02054. Not in it: the buckets of
-  DDP, which are as large as the gradients and which Python cannot reach.
-- `sent_per_param` are the bytes that a rank sends in a step, `messages` how many these are, both as on a ring
-  (`harness/sent.py`); `sent_formula` is that of the paper, 2 Psi elements (3 Psi for stage 3) times (n-1)/n.
+  gradients included, on the rank with the most; `formula` is that of 1910.02054. It excludes the buckets of
+  DDP, which are as large as the gradients and not reachable from Python.
+- `sent_per_param` is the number of bytes that a rank sends in a step, `messages` the number of messages, both
+  as on a ring (`harness/sent.py`); `sent_formula` is that of the paper, 2 Psi elements (3 Psi for stage 3)
+  times (n-1)/n.
 """
 
 import argparse
@@ -57,11 +59,11 @@ class Variant:
     """One way to train a model.
 
     Args:
-        model: What runs the forward.
-        optimizer: What makes the step.
-        batch: Tokens and labels of this rank.
-        backward: Runs a backward; default: that of the loss.
-        gathered: The context in which parameters have their values.
+        model: Callable that runs the forward.
+        optimizer: Optimizer of the step.
+        batch: This rank's tokens and labels.
+        backward: Function that runs the backward. Default: `backward` of the loss.
+        gathered: Context in which the whole parameters are available.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 
 def replicated(model: nn.Module) -> DistributedDataParallel:
-    """Return a model under DDP as torch has it by default."""
+    """Return a model under DDP with torch's defaults."""
     device = get_current_device()
     devices = None if device.type == "cpu" else [device]
     return DistributedDataParallel(model, device_ids=devices, process_group=peer_group())
@@ -186,12 +188,12 @@ def live_storages(extra: Iterable[torch.Tensor] = ()) -> dict[int, int]:
 
 
 def build_and_count(build: Callable[[], Variant]) -> tuple[Variant, int]:
-    """Return a variant after three steps, and the bytes that it has since then."""
+    """Return a variant after three steps, and the bytes that it has allocated."""
     before = live_storages()
     variant = build()
     for _ in range(3):
         variant.step()
-    time.sleep(0.1)  # the threads of a backend let go of what they have sent a moment after it is there
+    time.sleep(0.1)  # the threads of a backend release sent tensors shortly after their arrival
     grads = [param.grad for param in variant.model.parameters() if param.grad is not None]
     locals_ = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
     after = live_storages(locals_)
@@ -200,13 +202,13 @@ def build_and_count(build: Callable[[], Variant]) -> tuple[Variant, int]:
 
 
 def most_sent(name: str, variant: Variant) -> Sent:
-    """Return what the rank sends in a step that sends most."""
+    """Return the traffic of the busiest rank in a step."""
     sent = count_sent(variant.step, is_ours=name in OURS)
     return max(_from_all_ranks(sent), key=lambda each: each.num_bytes)
 
 
 def check_same(variants: dict[str, Variant]) -> None:
-    """Require that all variants have come to the same weights, up to the order of sums."""
+    """Require that all variants have the same weights, up to the order of sums."""
     expected = variants["ddp"].weights()
     for name, variant in variants.items():
         for ours, theirs in zip(variant.weights(), expected, strict=True):
@@ -226,7 +228,7 @@ def slowest(times: Mapping[str, list[float]]) -> dict[str, list[float]]:
 def build_all(
     args: argparse.Namespace, model: nn.Module, batch: Batch
 ) -> tuple[dict[str, Variant], dict[str, dict[str, Any]]]:
-    """Return the variants, which train alike, and what each holds and sends."""
+    """Return the variants after a check that they agree, with the memory and traffic of each."""
     builds: dict[str, Callable[[nn.Module, Batch], Variant]] = dict(THEIRS)
     builds["zero1"] = partial(zero, stage=1, bucket_mb=args.bucket_mb)
     builds["zero2"] = partial(zero, stage=2, bucket_mb=args.bucket_mb)
@@ -254,7 +256,7 @@ def build_all(
 
 
 def time_all(args: argparse.Namespace, variants: Mapping[str, Variant]) -> dict[str, list[float]]:
-    """Return the times of each variant, with each of its products of matrices."""
+    """Return the times of each variant for each library of matrix products."""
     steps, around = with_products(
         {name: variant.step for name, variant in variants.items()}, theirs=list(THEIRS)
     )
@@ -282,7 +284,7 @@ def measure(args: argparse.Namespace, model: nn.Module, batch: Batch) -> list[di
 
 
 def problem(args: argparse.Namespace, *, hidden_size: int = 256) -> tuple[nn.Module, Batch]:
-    """Return the model, alike on all ranks, and tokens and labels of this one."""
+    """Return the model, the same on all ranks, and this rank's tokens and labels."""
     shape = GPTConfig(
         vocab_size=2048,
         max_position_embeddings=args.seq,
@@ -301,7 +303,7 @@ def problem(args: argparse.Namespace, *, hidden_size: int = 256) -> tuple[nn.Mod
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what is trained, and how often."""
+    """Add the options for the model and the number of rounds."""
     add = partial(parser.add_argument, type=int)
     add("--rounds", default=40, help="rounds that count (default: %(default)s)")
     add("--warmup", default=3, help="rounds before them (default: %(default)s)")

@@ -1,7 +1,7 @@
-"""Small models that are trained by plans of Colossal-Auto, each over a mesh of its own.
+"""Small models trained by plans of Colossal-Auto, each over its own mesh.
 
-A job is laid out once, so that of several plans in one job each is assembled over its own mesh, with the
-groups of the job's. Otherwise it is what `AutoPlugin` does: the plan is lowered to a `runtime.Plan`, and
+A job has one layout. To run several plans in one job, each plan is assembled over its own mesh, which uses
+the groups of the job's mesh. The rest is as in `AutoPlugin`: the plan is lowered to a `runtime.Plan`, and
 `assemble` carries it out.
 """
 
@@ -32,18 +32,18 @@ from colossalai.utils import get_current_device
 
 NO_DROPOUT = dict.fromkeys(("embedding_dropout", "dropout", "attention_dropout"), 0.0)
 PHASES = ("forward", "backward", "update")
-_SAME = 1e-3  # up to which losses are the same, relatively
+_SAME = 1e-3  # relative tolerance of equal losses
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """What is trained.
+    """A model and its batch.
 
     Attributes:
-        build: Returns the model.
-        argument: Name of the argument of its forward.
+        build: Function that returns the model.
+        argument: Name of the forward's argument.
         batch: Inputs and labels of all ranks.
-        optimizer: What a plan calls the optimizer: "adamw" or "momentum".
+        optimizer: Name of the optimizer in a plan: "adamw" or "momentum".
     """
 
     build: Callable[[], nn.Module]
@@ -68,7 +68,7 @@ def loss_of(output: Any, labels: Tensor) -> Tensor:
 
 
 def cases_of(args: argparse.Namespace) -> Mapping[str, Case]:
-    """Return GPT, BERT, ViT and ResNet of the sizes that options say; see `add_sizes`."""
+    """Return GPT, BERT, ViT and ResNet with the sizes of the options; see `add_sizes`."""
     sizes = {
         "hidden_size": args.hidden,
         "num_layers": args.layers,
@@ -99,7 +99,7 @@ def cases_of(args: argparse.Namespace) -> Mapping[str, Case]:
 
 
 def add_sizes(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say how large the models are."""
+    """Add the options for the model sizes."""
     add = partial(parser.add_argument, type=int)
     add("--hidden", default=256, help="features of a token (default: %(default)s)")
     add("--layers", default=6, help="blocks of a transformer (default: %(default)s)")
@@ -112,14 +112,15 @@ def add_sizes(parser: argparse.ArgumentParser) -> None:
 
 
 class PlannedModel:
-    """A model that is trained by a plan; every rank makes it.
+    """A model that is trained by a plan; every rank builds it.
 
     Args:
         plan: The plan, of all ranks of the job.
-        case: What is trained.
+        case: Model and batch.
 
     Attributes:
-        seconds: Of each phase of the last step, by `PHASES`; a pipeline has its backward in the forward.
+        seconds: Seconds of each phase of the last step, by `PHASES`; a pipeline counts its backward as
+            forward.
     """
 
     def __init__(self, plan: AutoPlan, case: Case) -> None:
@@ -166,7 +167,7 @@ class PlannedModel:
 
 
 def make_optimizer(name: str, model: nn.Module, *, is_sharded: bool) -> torch.optim.Optimizer:
-    """Return the optimizer that a plan calls so."""
+    """Return the optimizer with a plan's name for it."""
     if name == "adamw":
         return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     # torch has no fused SGD of DTensors.
@@ -186,7 +187,7 @@ def _mesh_of(layout: Layout) -> Mesh:
 
 
 class Model(Protocol):
-    """Something that is trained."""
+    """Interface of a model that is trained."""
 
     seconds: dict[str, float]
 
@@ -194,34 +195,34 @@ class Model(Protocol):
         """Train on the batch once; return the loss of this rank's part."""
 
     def zero_grad(self) -> None:
-        """Let go of the gradients, as a step does that begins."""
+        """Release the gradients, as at the begin of a step."""
 
 
 class Turns:
-    """Models that take turns, of which one at a time is there.
+    """Models that take turns; only one exists at a time.
 
     Args:
-        builds: Make them, by name.
-        show: Is told the name of what is under way.
+        builds: Functions that build the models, by name.
+        show: Function that is called with the name of the running model.
 
     Attributes:
-        phases: The seconds of each phase of the steps of each turn that count, their medians.
+        phases: Seconds of each phase for every turn: medians of the timed steps.
     """
 
     def __init__(self, builds: Mapping[str, Callable[[], Model]], show: Callable[[str], None]) -> None:
         self.phases: dict[str, list[dict[str, float]]] = {name: [] for name in builds}
         self._builds, self._show = builds, show
         self._model: Model | None = None
-        self._steps: list[dict[str, float]] = []  # their phases
+        self._steps: list[dict[str, float]] = []  # phases of each step
         self._timed = 1
 
     def time(self, *, rounds: int, repeats: int, timed: int = 1) -> dict[str, list[float]]:
-        """Return the seconds of a step of each, as its slowest rank has it, one for each round.
+        """Return the step seconds of each model on its slowest rank, one value per round.
 
         Args:
-            rounds: Turns of each.
-            repeats: Steps of a turn.
-            timed: How many of them count, the last ones: their median.
+            rounds: Number of turns of each model.
+            repeats: Number of steps in a turn.
+            timed: Number of timed steps at the end of a turn, of which the median counts.
         """
         self._timed = timed
         times: dict[str, list[float]] = largest(
@@ -237,7 +238,7 @@ class Turns:
         return times
 
     def check_same(self) -> None:
-        """Require that all have the same first loss, but for rounding."""
+        """Require that all models have the same first loss, up to rounding."""
         losses = {}
         for name in self._builds:
             with self.built(name):
@@ -252,7 +253,7 @@ class Turns:
 
     @contextmanager
     def built(self, name: str) -> Iterator[Model]:
-        """Have a model within the block, for `step`."""
+        """Build a model that exists within the block, for `step`."""
         self._show(name)
         self._model = model = self._builds[name]()
         self._steps.clear()
@@ -267,7 +268,7 @@ class Turns:
             gc.collect()
 
     def step(self) -> Tensor:
-        """Train the model that is there."""
+        """Train the current model."""
         assert self._model is not None, "within `built`"
         loss = self._model.step()
         self._steps.append(dict(self._model.seconds))
@@ -291,7 +292,7 @@ def _largest_of(found: list[Any]) -> Any:
 
 @contextmanager
 def shown_progress() -> Iterator[Callable[[str], None]]:
-    """Show on a terminal of rank 0 what is under way."""
+    """Show the name of the running model on a terminal of rank 0."""
     from rich.console import Console
 
     console = Console(stderr=True)

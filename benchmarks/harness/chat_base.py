@@ -1,6 +1,6 @@
-"""What both sides of `chat.py` are given: tokenizers, rows, models, and what a model of sums is worth.
+"""Common parts of both sides of `chat.py`: tokenizers, rows, models, and the reward of a model on sums.
 
-Nothing here is of colossalai or of TRL: the two sides run in environments of their own.
+This module imports neither colossalai nor TRL: the two sides run in separate environments.
 """
 
 import argparse
@@ -50,7 +50,7 @@ def sums(split: str, *, num_train: int, seed: int) -> list[Row]:
 
 
 def random_texts(names: Sequence[str], number: int, tokens: tuple[int, int], *, seed: int) -> list[Row]:
-    """Return rows of random letters: each of the named texts has so many of them, from a range."""
+    """Return rows of random letters; the length of each named text is drawn from a range."""
     draw = random.Random(seed)
     return [
         {name: "".join(draw.choices(LETTERS, k=draw.randint(*tokens))) for name in names}
@@ -68,7 +68,7 @@ def llama(
     seed: int,
     vocab: int | None = None,
 ) -> Any:
-    """Return a random Llama of the tokens of some characters, and further ones up to `vocab`."""
+    """Return a random Llama with a token for each of some characters, and further tokens up to `vocab`."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(seed)
@@ -88,12 +88,12 @@ def llama(
 
 
 def larger_llama(seed: int, *, layers: int = 6, vocab: int | None = None) -> Any:
-    """Return a Llama that steps are timed with: of 5M parameters with 6 layers, or 4 and 4,096 tokens."""
+    """Return a Llama of 5M parameters for timed steps: 6 layers, or 4 layers and 4,096 tokens."""
     return llama(LETTERS, hidden=256, layers=layers, intermediate=688, heads=4, seed=seed, vocab=vocab)
 
 
 def base_of_sums(folder: str, *, steps: int, rate: float, num_train: int, seed: int) -> dict[str, float]:
-    """Write a Llama of 0.3M parameters that has learned the training sums a little, from texts.
+    """Write a Llama of 0.3M parameters that is briefly trained on texts of the training sums.
 
     Returns:
         Its reward on the sums of each split.
@@ -114,7 +114,7 @@ def base_of_sums(folder: str, *, steps: int, rate: float, num_train: int, seed: 
 
 @torch.no_grad()
 def sum_reward(model: Any, rows: Sequence[Row]) -> float:
-    """Return how often answers drawn at temperature 1 are right: the probability of the exact answer."""
+    """Return the mean probability of the exact answer at temperature 1."""
     was_training = model.training
     model.eval()
     ids, attended, labels = _texts(rows)
@@ -130,15 +130,15 @@ def _texts(rows: Sequence[Row]) -> tuple[Tensor, Tensor, Tensor]:
     texts = [each["prompt"] + each["answer"] + "</s>" for each in rows]
     given = made(texts, return_tensors="pt", padding=True, padding_side="right")
     labels = given.input_ids.masked_fill(given.attention_mask == 0, -100)
-    labels[:, : len(rows[0]["prompt"])] = -100  # all prompts are as long
+    labels[:, : len(rows[0]["prompt"])] = -100  # all prompts have the same length
     return given.input_ids, given.attention_mask, labels
 
 
 class Steps:
-    """What is noted of the steps of a side: CPU time, rewards, and the way of the held-out reward.
+    """Record of the steps of a side: CPU times, rewards, and the curve of the held-out reward.
 
     Args:
-        job: What is to be done; with "every", the held-out reward is taken so often.
+        job: Settings of the run; "every" is the number of steps between evaluations of the held-out reward.
     """
 
     def __init__(self, job: Job) -> None:
@@ -153,20 +153,20 @@ class Steps:
         self._last = time.process_time()
 
     def start(self, *, prepared: float = 0.0) -> None:
-        """Begin the first step, to which so many seconds of preparation are added."""
+        """Begin the first step, and add the seconds of preparation to it."""
         self._last = time.process_time() - prepared
 
     def answered(self, seconds: float, tokens: int) -> None:
-        """Note what it took to answer the prompts of this step."""
+        """Record the generation time and the number of generated tokens in this step."""
         self._generating += seconds
         self.tokens.append(tokens)
 
     def leave_out(self, seconds: float) -> None:
-        """Do not count so much time as that of this step."""
+        """Exclude seconds from the time of this step."""
         self._last += seconds
 
     def end_step(self, model: Any, reward: float | None = None) -> None:
-        """Note a step; look at the held-out reward now and then, which is not counted."""
+        """Record a step; evaluate the held-out reward every few steps, outside the timed region."""
         now = time.process_time()
         self.seconds.append(now - self._last)
         self.generating.append(self._generating)
@@ -178,7 +178,7 @@ class Steps:
         self._last = time.process_time()
 
     def told(self, **more: Any) -> Job:
-        """Return all of it: medians without the first step, which prepares and allocates; a mean of all."""
+        """Return the record: medians without the first step, which includes setup; a mean of all steps."""
         counted = self.seconds[1:] or self.seconds
         told = {
             "step_ms": 1e3 * statistics.median(counted),
@@ -192,12 +192,12 @@ class Steps:
 
 
 def letter_reward(answer: str) -> float:
-    """Return the share of digits: some reward of random letters."""
+    """Return the fraction of digits, a reward for random letters."""
     return sum(each in string.digits for each in answer) / max(len(answer), 1)
 
 
 def run_job(parts: dict[str, Callable[[Job], Job]], description: str | None) -> None:
-    """Do what a file says, and write beside it what it took."""
+    """Run the job of a JSON file, and write its figures to a file next to it."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("job", help="a JSON file")
     path = Path(parser.parse_args().job)

@@ -1,4 +1,4 @@
-"""This package's side of `chat.py`: one run of a method, in a process of its own."""
+"""This package's side of `chat.py`: one run of a method, in a separate process."""
 
 import time
 from typing import Any
@@ -43,11 +43,11 @@ def _adam(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
 
 
 def _rewarded(job: Job) -> tuple[dict[str, Any], Any]:
-    """Return what methods that learn from rewards are given, and the reward."""
+    """Return the arguments of methods that learn from rewards, and the reward function."""
     if job["part"] in ("sums", "ppo"):
         rows = sums("train", num_train=job["num_train"], seed=job["seed"])
         if job["part"] == "ppo":
-            rows *= 4  # each step has as many prompts, of which a pass has no whole number otherwise
+            rows *= 4  # so that a pass has a whole number of steps, with 64 prompts each
         given = {
             "tokenizer": tokenizer(SUMS),
             "sampling": SamplingParams(max_tokens=MOST_NEW),
@@ -71,12 +71,12 @@ def _letters(prompt: str, answer: str, row: Any) -> float:
 
 
 class _Generations:
-    """Times the answers of the engine, and with `compares` those of `generate` to the same prompts.
+    """Timer of the engine's generation and, with `compares`, of `generate` for the same prompts.
 
     Args:
-        steps: Where it is noted.
-        model: The model, whose parameters both read.
-        compares: Whether `generate` answers, too; its time is not that of the step.
+        steps: Record of the times.
+        model: Model whose parameters both read.
+        compares: Whether `generate` runs as well; its time is excluded from the step.
     """
 
     def __init__(self, steps: Steps, model: Any, *, compares: bool) -> None:
@@ -105,7 +105,7 @@ class _Generations:
 
     @torch.no_grad()
     def _answer_beside(self, prompts: Any, params: SamplingParams) -> None:
-        """Answer by transformers, as TRL does: one batch, filled up on the left, until the last has ended."""
+        """Generate with transformers as TRL does: one batch with left padding, until the last answer ends."""
         length = max(len(each) for each in prompts)
         pad = self._model.config.pad_token_id
         rows = [[pad] * (length - len(each)) + list(each) for each in prompts]
@@ -126,7 +126,7 @@ class _Generations:
 
 
 def grpo(job: Job) -> Job:
-    """Train by rewards: of sums, or of random letters."""
+    """Train on rewards: of sums, or of random letters."""
     booster, model = _launch(job["seed"]), _model(job)
     given, reward = _rewarded(job)
     steps = Steps(job)
@@ -148,7 +148,7 @@ def grpo(job: Job) -> Job:
 
 
 def ppo(job: Job) -> Job:
-    """Train by rewards of sums with a critic, which begins with the layers of the base model."""
+    """Train on rewards of sums with a critic that is initialized with the layers of the base model."""
     booster, model = _launch(job["seed"]), _model(job)
     given, reward = _rewarded(job)
     critic = with_value_head(_model(job))
@@ -158,7 +158,7 @@ def ppo(job: Job) -> Job:
 
     def note(record: Any) -> None:
         seen.extend([record["reward"]] if "reward" in record else [])  # in the first step on some answers
-        if record["step"] % job["iterations"] == 0:  # the last one
+        if record["step"] % job["iterations"] == 0:  # the last update of these answers
             steps.end_step(model, seen[-1])
 
     with _Generations(steps, model, compares=False):
@@ -181,7 +181,7 @@ def ppo(job: Job) -> Job:
 
 
 def texts(job: Job) -> Job:
-    """Learn from texts, or comparisons."""
+    """Train on texts, or on comparisons."""
     booster, model = _launch(job["seed"]), _model(job)
     length = (job["text_tokens"],) * 2
     is_sft = job["part"] == "sft"

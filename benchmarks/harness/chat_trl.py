@@ -1,4 +1,4 @@
-"""TRL's side of `chat.py`: one run of a trainer, in an environment of its own."""
+"""TRL's side of `chat.py`: one run of a trainer, in a separate environment."""
 
 import time
 from typing import Any
@@ -24,7 +24,7 @@ from trl import DPOConfig, DPOTrainer, GRPOConfig, GRPOTrainer, SFTConfig, SFTTr
 
 
 class Note(TrainerCallback):  # type: ignore[misc]  # TRL is in an environment of its own
-    """Notes each step."""
+    """Callback that records each step."""
 
     def __init__(self, steps: Steps) -> None:
         self._steps = steps
@@ -39,7 +39,7 @@ class Note(TrainerCallback):  # type: ignore[misc]  # TRL is in an environment o
         self._steps.end_step(model)
 
     def on_log(self, *given: Any, logs: Any = None, **named: Any) -> None:
-        """Keep the reward."""
+        """Store the reward."""
         if logs and "reward" in logs:
             self._steps.rewards.append(float(logs["reward"]))
 
@@ -49,7 +49,7 @@ def _model(job: Job) -> Any:
 
 
 def _common(job: Job) -> dict[str, Any]:
-    """Return what all trainers are told: one thread, float32, a constant rate, nothing written."""
+    """Return the settings of all trainers: one thread, float32, a constant rate, no output files."""
     return {
         "output_dir": job["out"],
         "learning_rate": job["lr"],
@@ -69,7 +69,7 @@ def _common(job: Job) -> dict[str, Any]:
 
 
 def grpo(job: Job) -> Job:
-    """Train by rewards: of sums, or of random letters."""
+    """Train on rewards: of sums, or of random letters."""
     is_sums = job["part"] == "sums"
     rows: list[Row]
     if is_sums:
@@ -118,7 +118,7 @@ def grpo(job: Job) -> Job:
 
 
 def sft(job: Job) -> Job:
-    """Learn from texts."""
+    """Train on texts."""
     steps = Steps(job)
     length = (job["text_tokens"],) * 2
     rows = random_texts(["prompt", "completion"], job["batch_size"] * job["steps"], length, seed=job["seed"])
@@ -134,7 +134,7 @@ def sft(job: Job) -> Job:
 
 
 def dpo(job: Job) -> Job:
-    """Learn from comparisons, the reference computed before training or in each step."""
+    """Train on comparisons, with the reference computed before training or in each step."""
     steps = Steps(job)
     length = (job["text_tokens"],) * 2
     names = ["prompt", "chosen", "rejected"]
@@ -148,7 +148,7 @@ def dpo(job: Job) -> Job:
     note = Note(steps)
 
     class Timed(DPOTrainer):  # type: ignore[misc]
-        """Counts what the reference takes."""
+        """Trainer that records the time of the reference model."""
 
         def _precompute_ref_logps(self, *given: Any, **named: Any) -> Any:
             started = time.process_time()

@@ -1,4 +1,4 @@
-"""The random Llama that benchmarks of serving answer with, and a tokenizer for it."""
+"""Random Llama and tokenizer for the benchmarks of serving."""
 
 import argparse
 from typing import Any
@@ -24,9 +24,9 @@ def random_llama(
         hidden: Width of the residual stream.
         layers: Number of blocks.
         intermediate: Inner features of a feed-forward.
-        heads: Heads of queries.
-        kv_heads: Heads of keys and values.
-        dtype: Of the weights, by torch's name.
+        heads: Number of query heads.
+        kv_heads: Number of key and value heads.
+        dtype: Torch's name of the weights' dtype.
     """
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -49,7 +49,7 @@ def llama_parser(description: str | None, **more: int) -> argparse.ArgumentParse
     """Return a parser with the sizes of the model, further integers, and `--json`.
 
     Args:
-        description: Of the benchmark.
+        description: Description of the benchmark.
         more: Names of further options, with their defaults.
     """
     parser = argparse.ArgumentParser(
@@ -63,11 +63,11 @@ def llama_parser(description: str | None, **more: int) -> argparse.ArgumentParse
 
 
 def llama_of(args: argparse.Namespace, **others: Any) -> LlamaForCausalLM:
-    """Return the model of the options: heads of 64 features, half as many of keys, float32.
+    """Return the model of the options: float32, heads of 64 features, half as many key and value heads.
 
     Args:
-        args: What `llama_parser` has read.
-        others: Arguments of `random_llama` that are different.
+        args: Arguments parsed by `llama_parser`.
+        others: Arguments of `random_llama` that replace those of `args`.
     """
     heads = args.hidden // 64
     sizes = {"vocab": args.vocab, "hidden": args.hidden, "layers": args.layers}
@@ -76,7 +76,7 @@ def llama_of(args: argparse.Namespace, **others: Any) -> LlamaForCausalLM:
 
 
 def byte_tokenizer(vocab: int) -> Any:
-    """Return a tokenizer of bytes, whose further tokens are words that no text has.
+    """Return a tokenizer of bytes; its further tokens are words that occur in no text.
 
     Args:
         vocab: Number of tokens, at least 258.

@@ -1,4 +1,4 @@
-"""The peak of live bytes of all tensors that a block of code makes, on any device and with any allocator."""
+"""Peak of live tensor bytes within a block of code, for any device and allocator."""
 
 from collections.abc import Iterator
 from typing import Any, Self
@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class PeakBytes(TorchDispatchMode):
-    """Looks after every operation, backward included, at the storages that operations in the block returned.
+    """Peak of live bytes of the storages that operations in the block return, backward included.
 
-    The peak is exact to the byte and the same in every run. A storage counts as large as it is at the time,
-    as FSDP resizes those of gathered parameters to nothing, and a DTensor as its local part. Not in it:
-    memory that a kernel takes and gives back within one operation, what there was before the block, and
-    tensors on the meta device.
+    The bytes are counted after every operation, so the peak is exact and the same in every run. A storage
+    counts with its current size, as FSDP resizes those of gathered parameters to zero, and a DTensor with its
+    local part. Not included: memory that a kernel allocates and frees within one operation, memory from
+    before the block, and tensors on the meta device.
 
     Attributes:
-        peak: The most bytes that were alive after an operation.
+        peak: Largest number of live bytes after an operation.
     """
 
     def __init__(self) -> None:
@@ -28,30 +28,30 @@ class PeakBytes(TorchDispatchMode):
         self._refs: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and look."""
+        """Run an operation and update the peak."""
         inputs = {StorageWeakRef(tensor.untyped_storage()) for tensor in _tensors((args, kwargs))}
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
             ref = StorageWeakRef(storage)
-            # A view is no new memory, nor is a result in place.
+            # Views and in-place results do not allocate memory.
             if ref not in inputs and storage.device.type != "meta":
                 self._refs.add(ref)
         self.peak = max(self.peak, self.live())
         return result
 
     def live(self) -> int:
-        """Return the bytes that are alive now."""
+        """Return the number of live bytes."""
         self._refs = {ref for ref in self._refs if not ref.expired()}
         storages = map(torch.UntypedStorage._new_with_weak_ptr, (ref.cdata for ref in self._refs))
         return sum(storage.nbytes() for storage in storages if storage is not None)
 
 
 class AllocatedPeak:
-    """What torch's allocator on the CPU hands out within the block, compiled code and kernels included.
+    """Peak allocation of torch's CPU allocator within the block, compiled code and kernels included.
 
     Attributes:
-        rise: The most bytes that were there at once beyond those at the begin; after the block.
+        rise: Largest number of bytes allocated since the begin of the block; available after the block.
     """
 
     def __init__(self) -> None:
@@ -68,12 +68,12 @@ class AllocatedPeak:
         changes = [each for each in results.events() if each.name() == "[memory]"]
         now = 0
         for each in sorted(changes, key=lambda each: each.start_ns()):
-            now += each.nbytes()  # negative where memory is given back
+            now += each.nbytes()  # negative for freed memory
             self.rise = max(self.rise, now)
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors of a value that have memory: of a DTensor and its like what they are made of."""
+    """Yield the tensors of a value that own memory: for subclasses such as DTensor, their inner tensors."""
     for leaf in tree_leaves(tree):
         if is_traceable_wrapper_subclass(leaf):
             names, _ = leaf.__tensor_flatten__()

@@ -1,8 +1,8 @@
-"""Whose products of matrices a variant of a benchmark is measured with: the job's, torch's, or at `medium`.
+"""Matrix products of the variants of a benchmark: the job's choice, torch's, or torch's at "medium".
 
-What a job has chosen holds for the whole process, so peers would profit. They run with torch's own, as
-they are used, and once more at `torch.set_float32_matmul_precision("medium")`; ours run with what the job has
-chosen, and once more with torch's.
+The choice of a job applies to the whole process, so peers would use it as well. Peers therefore run with
+torch's products, their default, and again with `torch.set_float32_matmul_precision("medium")`. Our variants
+run with the choice of the job, and again with torch's.
 """
 
 import math
@@ -20,7 +20,7 @@ Around = Callable[[], AbstractContextManager[None]]
 
 @contextmanager
 def medium() -> Iterator[None]:
-    """Let torch's own products of float32 matrices be at the precision "medium"."""
+    """Set torch's products of float32 matrices to the precision "medium" within the block."""
     before = torch.get_float32_matmul_precision()
     with torch_products():
         torch.set_float32_matmul_precision("medium")
@@ -33,11 +33,11 @@ def medium() -> Iterator[None]:
 def with_products(
     steps: Mapping[str, Step], *, theirs: Collection[str]
 ) -> tuple[dict[str, Step], dict[str, Around]]:
-    """Return steps, those of peers again as "NAME medium", ours as "NAME torch", and what goes around each.
+    """Return all steps, with "NAME medium" for peers and "NAME torch" for ours, and their contexts.
 
     Args:
-        steps: The step of each variant.
-        theirs: The names of the peers.
+        steps: Step of each variant.
+        theirs: Names of the peers.
     """
     more, around = dict(steps), {}
     for name, step in steps.items():
@@ -50,7 +50,7 @@ def with_products(
 
 
 def bits_at_medium() -> float:
-    """Return how many leading bits of a product are right at "medium": about 8 where it is in bfloat16."""
+    """Return the number of correct leading bits of a product at "medium": about 8 in bfloat16."""
     a, b = torch.randn(512, 512), torch.randn(512, 512)
     exact = a.double() @ b.double()
     with medium():

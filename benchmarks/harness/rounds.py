@@ -1,8 +1,8 @@
-"""Compare step times of several variants in one run on a noisy machine, and report them.
+"""Comparison of step times of several variants in one run on a noisy machine.
 
-Every round runs one step of each variant, in an order that rotates. What disturbs the machine for longer than
-a step then disturbs all variants alike, and the ratio of two steps of the same round is nearly free of it;
-the median of those ratios over the rounds is the figure.
+Every round runs one step of each variant, in an order that rotates. A disturbance that lasts longer than a
+step then affects all variants alike, and the ratio of two steps of the same round is nearly free of it. The
+figure is the median of those ratios over the rounds.
 """
 
 import gc
@@ -29,22 +29,22 @@ def time_rounds(
     around: Mapping[str, Callable[[], AbstractContextManager[Any]]] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, list[float]]:
-    """Return the step times of each variant in seconds, one for each round; every rank calls it.
+    """Return the step times of each variant in seconds, one per round; all ranks must call it.
 
     Args:
-        variants: What to time, by name.
+        variants: Steps to time, by name.
         rounds: Number of rounds.
-        warmup: Number of rounds before, which are not timed.
-        repeats: How often a variant runs in a row; the last times count. More than one where a variant leaves
-            something behind on which the next one's time depends: the page cache.
-        timed: How many of these count, of which the median is the round's.
-        around: What goes around the runs of a variant, by name; it is entered and left outside of the time.
-        clock: What tells the time, in seconds; `time.process_time` where one process on one core computes.
+        warmup: Number of rounds before them, which are not timed.
+        repeats: Number of runs of a variant in a row, of which the last ones are timed. More than one if a
+            variant changes state on which the time of the next one depends: the page cache.
+        timed: Number of timed runs, of which the median is the time of the round.
+        around: Contexts for the runs of a variant, by name; entered and exited outside the timed region.
+        clock: Function that returns the time in seconds; `time.process_time` for one process on one core.
     """
     names = list(variants)
     times: dict[str, list[float]] = {name: [] for name in names}
     gc.collect()
-    gc.disable()  # a collection would be charged to whichever variant it hits
+    gc.disable()  # a collection would add to the time of one variant
     try:
         for number in range(-warmup, rounds):
             shift = number % len(names)
@@ -61,7 +61,7 @@ def time_rounds(
 
 
 def quartiles(values: Iterable[float]) -> list[float]:
-    """Return the quartiles of some values; those of a single one are itself."""
+    """Return the quartiles of some values; a single value is its own quartiles."""
     found = list(values)
     return statistics.quantiles(found, n=4) if len(found) > 1 else found * 3
 
@@ -91,14 +91,14 @@ def report(
     json_file: str | None,
     more: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> None:
-    """Print rows as a table on rank 0, and write them with what they were measured on as JSON.
+    """Print rows as a table on rank 0, and write them with the settings and the machine as JSON.
 
     Args:
-        title: What it is.
-        rows: All with the same keys.
-        settings: What figures depend on beside the machine.
-        json_file: The path of the file; None: none is written.
-        more: Further rows, by the key under which they are written; they are printed behind.
+        title: Title of the table.
+        rows: Rows with the same keys.
+        settings: Settings that the figures depend on, without the machine.
+        json_file: Path of the JSON file; None writes no file.
+        more: Further rows by their key in the file; they are printed after `rows`.
     """
     if dist.is_initialized() and dist.get_rank() != 0:
         return
@@ -120,12 +120,12 @@ def report(
 def tables(rows: list[dict[str, Any]], *, width: int) -> list[Any]:
     """Return rows as tables that fit into `width` characters.
 
-    What does not fit beside the first columns of text, which say what a row is about, goes into further
-    tables that begin with these columns, too.
+    The first text columns describe a row. Columns that do not fit next to them are put into further tables,
+    which repeat the text columns.
 
     Args:
-        rows: All with the same keys.
-        width: The number of characters.
+        rows: Rows with the same keys.
+        width: Number of characters.
     """
     from rich import box
     from rich.table import Table
@@ -160,7 +160,7 @@ def tables(rows: list[dict[str, Any]], *, width: int) -> list[Any]:
 
 
 def _cell(value: Any) -> str:
-    """Return a value as text: a range of numbers as such, figures with four digits that count."""
+    """Return a value as text: numbers with four significant digits, lists as ranges."""
     if value is None:
         return "-"
     if isinstance(value, list | tuple):
@@ -169,7 +169,7 @@ def _cell(value: Any) -> str:
 
 
 def machine() -> dict[str, Any]:
-    """Return what figures depend on."""
+    """Return a description of the machine, the versions and the date."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     cpu = next(
         (

@@ -1,9 +1,9 @@
-"""What a rank sends in a step: bytes and messages as on a ring, and what the kernel has seen of them.
+"""Bytes and messages that a rank sends in a step: counted as on a ring, and as reported by the kernel.
 
-Torch's own ways are seen where they hand collectives to a process group, ours by the ledger, as collectives
-through shared memory never reach torch's groups. Both are counted by the same table, that of a ring of p
-ranks. The kernel's count is of what goes through sockets (`/proc/self/io`): with `backend="gloo"` all of it
-on both sides, else nothing of ours. Nothing else may write meanwhile.
+Torch's collectives are counted where they are passed to a process group. Ours are counted by the ledger, as
+collectives through shared memory do not use torch's groups. One table, for a ring of p ranks, applies to
+both. The kernel counts bytes through sockets (`/proc/self/io`): with `backend="gloo"` all bytes of both
+sides, else none of ours. The process must not write anything else meanwhile.
 """
 
 import math
@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from colossalai.communication import ledger
 
-_SETTLED_S = 0.2  # for threads that are still sending
-# Of each of torch's operations: what the ledger calls it.
+_SETTLED_S = 0.2  # wait for threads that are still sending
+# Names of torch's operations in the ledger.
 _NAMES = {
     "allreduce_": "all_reduce",
     "_allgather_base_": "all_gather",
@@ -34,28 +34,28 @@ _MESSAGES: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda p: 2 * (p - 1),
     "all_gather": lambda p: p - 1,
     "reduce_scatter": lambda p: p - 1,
-    "broadcast": lambda p: (p - 1) / p,  # the mean over the ranks, of which the last sends nothing on
+    "broadcast": lambda p: (p - 1) / p,  # mean over the ranks: the last one does not forward
     "all_to_all": lambda p: p - 1,
     "exchange": lambda p: p - 1,
 }
 _BYTES: dict[str, Callable[[int, int], float]] = {
     "all_reduce": lambda p, n: 2 * (p - 1) / p * n,
-    "all_gather": lambda p, n: (p - 1) / p * n,  # of the output, the largest operand as everywhere
+    "all_gather": lambda p, n: (p - 1) / p * n,  # n is the size of the output, the largest operand
     "reduce_scatter": lambda p, n: (p - 1) / p * n,
     "broadcast": lambda p, n: (p - 1) / p * n,
-    "all_to_all": lambda p, n: (p - 1) / p * n,  # of what goes out and comes in the larger: splits are uneven
+    "all_to_all": lambda p, n: (p - 1) / p * n,  # n is the larger of input and output: splits are uneven
 }
 
 
 @dataclass(frozen=True)
 class Sent:
-    """What a rank has sent.
+    """Traffic of a rank.
 
     Attributes:
-        num_bytes: As on a ring.
-        num_messages: As on a ring.
-        through_sockets: Bytes that the kernel has taken to sockets.
-        of_all_to_all: The part of `num_bytes` that all-to-alls of torch's groups have sent.
+        num_bytes: Number of sent bytes, as on a ring.
+        num_messages: Number of sent messages, as on a ring.
+        through_sockets: Number of bytes written to sockets, by the kernel.
+        of_all_to_all: Part of `num_bytes` from all-to-alls of torch's groups.
     """
 
     num_bytes: float
@@ -65,14 +65,14 @@ class Sent:
 
 
 class _Collectives(TorchDispatchMode):
-    """Notes the collectives of torch's process groups, those of a backward from C++ included."""
+    """Record of the collectives of torch's process groups, including those that C++ issues in a backward."""
 
     def __init__(self) -> None:
         super().__init__()
         self.seen: list[tuple[str, int]] = []  # name, and bytes of the largest operand
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation and note it."""
+        """Run an operation and record it."""
         name = func._schema.name.rpartition("::")[2]
         is_functional = func.namespace == "_c10d_functional" and name in _NAMES
         if not is_functional and func.namespace != "c10d":
@@ -84,11 +84,11 @@ class _Collectives(TorchDispatchMode):
 
 
 def count_sent(step: Callable[[], Any], *, is_ours: bool) -> Sent:
-    """Run a step and return what this rank has sent in it.
+    """Run a step and return this rank's traffic.
 
     Args:
-        step: The step.
-        is_ours: Whether it communicates by `colossalai.communication`.
+        step: Step to run.
+        is_ours: Whether the step communicates by `colossalai.communication`.
     """
     dist.barrier()
     time.sleep(_SETTLED_S)

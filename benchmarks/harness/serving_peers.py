@@ -1,11 +1,11 @@
-"""Other engines, each in an environment of its own, for benchmarks/serving.py, which starts this script.
+"""Other engines for benchmarks/serving.py, which starts this script in a separate environment for each.
 
     envs/vllm/bin/python benchmarks/harness/serving_peers.py vllm FOLDER DTYPE MAX_RUNNING [int8]
 
-It reads a load from each line of its input, {"prompts": [[token, ...], ...], "new": [count, ...]}, answers
-greedily, and writes a line {"wall": seconds, "cpu": seconds}. With "int8" weights are in 8 bits, as far as
-the library has that. Whatever else a library prints goes to its standard error. Nothing of the package is
-imported: its environment need not have it.
+The script reads a load from each line of its input, {"prompts": [[token, ...], ...], "new": [count, ...]},
+answers greedily, and writes a line {"wall": seconds, "cpu": seconds}. With "int8", weights are in 8 bits
+where the library supports it. Other output of a library is written to standard error. The script does not
+import colossalai, which its environment can lack.
 """
 
 import json
@@ -21,7 +21,7 @@ Answer = Callable[[list[list[int]], list[int]], object]
 def vllm(folder: str, dtype: str, max_running: int, *, is_int8: bool) -> Answer:
     if is_int8:
         raise RuntimeError("it quantizes no model by itself on CPU")
-    # In one process, on one thread, as the others.
+    # One process and one thread, like the others.
     os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1"}
     os.environ["VLLM_CPU_OMP_THREADS_BIND"] = str(min(os.sched_getaffinity(0)))
     from vllm import LLM, SamplingParams
@@ -59,7 +59,7 @@ def openvino(folder: str, dtype: str, max_running: int, *, is_int8: bool) -> Ans
     OVModelForCausalLM.from_pretrained(
         folder, export=True, compile=False, load_in_8bit=is_int8
     ).save_pretrained(target)
-    # The pipeline wants a tokenizer though it is given tokens: any.
+    # The pipeline requires a tokenizer even for token inputs; any tokenizer works.
     made = Tokenizer(models.BPE())
     made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(), decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -77,7 +77,7 @@ def openvino(folder: str, dtype: str, max_running: int, *, is_int8: bool) -> Ans
         "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[dtype],
         "KV_CACHE_PRECISION": {"float32": "f32", "bfloat16": "bf16"}[dtype],
     }
-    if not is_int8:  # else activations, too, are in 8 bits, as its default is
+    if not is_int8:  # otherwise activations are quantized to 8 bits, its default
         hints["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = 0
     pipeline = genai.ContinuousBatchingPipeline(target, scheduling, "CPU", hints)
 
@@ -99,7 +99,7 @@ def ctranslate2(folder: str, dtype: str, max_running: int, *, is_int8: bool) -> 
     from ctranslate2.converters import TransformersConverter
 
     class Converter(TransformersConverter):
-        """Without a tokenizer: the vocabulary is the numbers of the tokens."""
+        """Converter for a model without a tokenizer: the vocabulary consists of the token numbers."""
 
         def load_tokenizer(self, *_: object, **__: object) -> object:
             return None

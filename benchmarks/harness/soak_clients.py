@@ -1,11 +1,11 @@
-"""Clients of a soak: a process with many of them, each with a connection of its own, and a line for each end.
+"""Clients of a soak: one process with many clients, each with a connection, and one output line per request.
 
     python soak_clients.py '{"port": 8020, "requests": 100, "clients": 16, "seed": 0, "name": "0"}'
 
-What a client does follows from the seed: which route, streamed or not, what is wrong with it, and when it
-leaves. It knows HTTP/1.1 itself, so that it can leave at any byte. Each request has exactly one end:
-`answered`, `refused` (4xx and 503), `failed` (500), `left` (by this client), `lost` (anything else, which
-must not be).
+The seed determines each request of a client: its route, whether it streams, its fault if any, and the moment
+of disconnection. The client implements HTTP/1.1, so that it can disconnect at any byte. Each request has
+exactly one end: `answered`, `refused` (4xx and 503), `failed` (500), `left` (by this client), `lost`
+(anything else, which must not occur).
 """
 
 import asyncio
@@ -29,7 +29,7 @@ class StaleConnection(Exception):
 
 @dataclass
 class Connection:
-    """A connection that is kept between requests, as the server allows."""
+    """A persistent connection, as far as the server keeps it open."""
 
     port: int
     reader: asyncio.StreamReader | None = None
@@ -37,7 +37,7 @@ class Connection:
     is_used: bool = False
 
     async def open(self) -> None:
-        """Connect, unless the last connection is still there."""
+        """Connect, unless the last connection is still open."""
         if self.writer is None or self.writer.is_closing():
             self.reader, self.writer = await asyncio.open_connection("127.0.0.1", self.port)
             self.is_used = False
@@ -70,7 +70,7 @@ class Connection:
         return int(first.split()[1]), headers
 
     async def body(self, headers: dict[str, str]) -> AsyncIterator[bytes]:
-        """Yield the parts of its body as they come."""
+        """Yield the parts of the body as they arrive."""
         assert self.reader is not None
         if "content-length" in headers:
             yield await self.reader.readexactly(int(headers["content-length"]))
@@ -86,7 +86,7 @@ class Connection:
 
 @dataclass
 class Ask:
-    """One request: what is sent, what its answer must be like, and when its client leaves."""
+    """A request: its bytes, the expected answer, and the moment of disconnection."""
 
     kind: str
     path: str
@@ -101,7 +101,7 @@ class Ask:
 
     @property
     def data(self) -> bytes:
-        """What is sent."""
+        """Bytes of the request."""
         if self.raw is not None:
             return self.raw
         head = f"POST {self.path} HTTP/1.1\r\nhost: soak\r\ncontent-type: {self.content_type}\r\n"
@@ -129,7 +129,7 @@ def _stream_is_whole(count: int) -> Callable[[bytes], bool]:
 
 
 def sound(random_: random.Random) -> Ask:
-    """Return a request that has an answer."""
+    """Return a valid request."""
     text = COMMON + " ".join(random_.choices(WORDS, k=random_.randint(1, 25)))
     drawn: dict[str, Any] = random_.choice(
         [
@@ -186,7 +186,7 @@ _WRONG: list[tuple[str, str, bytes, int]] = [
 
 
 def wrong(random_: random.Random) -> Ask:
-    """Return a request that is refused: its body, its type, or not even HTTP."""
+    """Return a request that the server refuses: a wrong body, a wrong type, or not HTTP."""
     if random_.random() < 0.05:
         return Ask("no http", "", b"", status=400, raw=b"GIMME text\r\n\r\n")
     if random_.random() < 0.05:
@@ -196,7 +196,7 @@ def wrong(random_: random.Random) -> Ask:
 
 
 def leaving(random_: random.Random) -> Ask:
-    """Return a sound request whose client leaves: in its body, while it waits, or in its stream."""
+    """Return a valid request whose client disconnects: in its body, while waiting, or in its stream."""
     ask = sound(random_)
     asked = json.loads(ask.body)
     ask.body = json.dumps({**asked, "max_tokens": 200}).encode()
@@ -219,7 +219,7 @@ async def run_one(connection: Connection, ask: Ask) -> dict[str, Any]:
     try:
         async with asyncio.timeout(LIMIT_S):
             await connection.open()
-            with suppress(ConnectionError):  # a body that is refused need not be read to its end
+            with suppress(ConnectionError):  # the server does not have to read a refused body to its end
                 await connection.send(ask.data)
             is_sent = True
             try:
@@ -265,7 +265,7 @@ async def _read(connection: Connection, ask: Ask, began: float) -> dict[str, Any
 
 
 async def run_clients(told: dict[str, Any]) -> None:
-    """Run all requests of this process; each line that is printed is the end of one."""
+    """Run all requests of this process; print one line with the end of each request."""
     random_ = random.Random(told["seed"])
     left = iter(range(told["requests"]))
 
@@ -278,11 +278,11 @@ async def run_clients(told: dict[str, Any]) -> None:
             while end is None:
                 try:
                     end = await run_one(connection, ask)
-                except StaleConnection:  # it has not been read: any client sends it again
+                except StaleConnection:  # the server has not read the request: send it again
                     await connection.close()
             print(json.dumps(end), flush=True)
             if end["status"] in (406, 429, 503) and end["end"] == "refused":
-                await asyncio.sleep(random_.uniform(0.2, 1.0))  # as it was told to
+                await asyncio.sleep(random_.uniform(0.2, 1.0))  # back off after a refusal
             elif random_.random() < 0.05:
                 await asyncio.sleep(random_.uniform(0, 0.2))
         await connection.close()

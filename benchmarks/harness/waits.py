@@ -1,4 +1,4 @@
-"""How long a rank waits for others: the time spent in `wait` of everything that torch.distributed starts."""
+"""Waiting time of a rank: the time spent in `wait` of all work that torch.distributed starts."""
 
 import time
 from collections.abc import Iterator
@@ -23,9 +23,9 @@ class Waiting:
 
 @contextmanager
 def timed_waits() -> Iterator[Waiting]:
-    """Count the waiting time within the block, whoever waits.
+    """Count the waiting time of all threads within the block.
 
-    It is the time that the host is held up: all of it with gloo, next to nothing with a backend that puts
+    This is the time that the host is blocked: all of it with gloo, almost none with a backend that puts
     messages into the queue of a device.
     """
     waiting = Waiting()
