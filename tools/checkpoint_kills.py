@@ -1,11 +1,10 @@
-"""Kill ranks that save checkpoints at random moments; none may ever be lost.
+"""Kill ranks at random moments while they save checkpoints, and check that none is lost.
 
     python tools/checkpoint_kills.py --tries 200 --seed 1 --json kills.json
 
-The moments are drawn from a seed. Two ranks save in a loop, in the foreground
-or in the background; one or both are killed (SIGKILL), and what they left must
-be complete: the last checkpoint that had been saved, or the one that was being
-saved.
+The moments follow from a seed. Two ranks save in a loop, in the foreground
+or in the background; one or both are killed (SIGKILL). The remaining checkpoint
+must be complete: the last saved one, or the new one.
 """
 
 import argparse

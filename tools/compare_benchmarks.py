@@ -1,12 +1,11 @@
-r"""Every benchmark before and after: an earlier commit and the present one.
+r"""Comparison of the benchmarks of an earlier commit with those of the present one.
 
-A machine that others use is faster in one minute than in the next, so the two
-trees take turns, and what is compared is a ratio to a peer that the same
-benchmark measured in the same rounds (torch's DDP, DTensor, pipelining, DCP),
-wherever it has one. A figure is *within noise* where the medians differ by 3 %
-at most, or the runs of one tree reach into the range of the other's; *less*
-and *more* say the rest. An idle machine is needed all the same: a job of two
-ranks wants both cores.
+The speed of a shared machine varies from minute to minute, so the two trees
+take turns. The compared value is the ratio to a peer from the same rounds of
+the same benchmark (torch's DDP, DTensor, pipelining, DCP), if there is one. A
+figure is *within noise* if the medians differ by at most 3 %, or if the ranges
+of the two trees overlap; otherwise it is *less* or *more*. The machine must be
+idle all the same: a job of two ranks needs both cores.
 
     python tools/compare_benchmarks.py 79c225b
     python tools/compare_benchmarks.py 79c225b --only pipeline zero \
@@ -164,7 +163,7 @@ def _range(row: dict[str, Any], side: str) -> str:
 
 
 def main() -> None:
-    """Run what the command line says."""
+    """Compare the benchmarks selected on the command line."""
     description, _, usage = (__doc__ or "").partition("\n\n")
     parser = argparse.ArgumentParser(
         description=description, epilog=usage, formatter_class=argparse.RawDescriptionHelpFormatter

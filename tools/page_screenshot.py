@@ -4,7 +4,7 @@
     python tools/page_screenshot.py --scheme dark docs/features/served_page.png
 
 The server, the page and the browser are real. The engine is the tests' one,
-which says a given text at a given pace, so that the picture needs no trained
+which returns a given text at a given pace, so that the picture needs no trained
 model.
 """
 

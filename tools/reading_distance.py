@@ -1,11 +1,11 @@
-"""How far a reader must go: the files of an action, and switches between them.
+"""Reading distance: the files of an action, and the switches between them.
 
 The rule of counting: while an action runs on rank 0, each function of the
-package that the main thread enters is recorded with its file (a generator that
-is resumed counts as entered). *Files* is the number of different files,
+package that the main thread enters is recorded with its file (resuming a
+generator counts as an entry). *Files* is the number of different files,
 *switches* the number of entries into another file than the one before, *calls*
-the number of entries. Each action is done three times and the third is counted:
-what is made once, is made. Not counted:
+the number of entries. Each action runs three times and the third is counted, so
+that one-time setup is excluded. Not counted:
 
 - Functions that Python's import system calls (`find_spec`).
 - `kernel/`, which replaces operators of torch where oneDNN is the faster
@@ -21,7 +21,7 @@ the ranks' script runs.
     python tools/reading_distance.py                     # this checkout
     python tools/reading_distance.py --before 79c225b    # and a commit
     python tools/reading_distance.py --only "Engine step" "Gemini step"
-    # what to mend: the most frequent switches and functions
+    # the most frequent switches and functions
     python tools/reading_distance.py --explain "Gemini step"
     # write the page and the figures that `make test` compares with
     python tools/reading_distance.py --before 6655e74 --write
@@ -112,7 +112,7 @@ def _address() -> str:
 
 
 def entries_of(action: str, checkout: Path) -> list[Entry]:
-    """Do an action in ranks of a checkout, and return what its third time enters on rank 0.
+    """Run an action in ranks of a checkout, and return the entries of its third run on rank 0.
 
     Raises:
         ActionError: The action failed.
@@ -225,7 +225,7 @@ def write(after: dict[str, Any], lines: list[str], commit: str | None) -> None:
 
 
 def main() -> None:
-    """Measure this checkout and, if asked for, an earlier commit; or run as a rank."""
+    """Measure this checkout and, with `--before`, an earlier commit; or run as a rank."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -130,11 +130,11 @@ class Action:
 
 
 def record(name: str, folder: Path) -> list[Entry]:
-    """Do an action three times in a rank, and return what the third one enters.
+    """Run an action three times in a rank, and return the entries of the third run.
 
     Args:
         name: A key of `ACTIONS`.
-        folder: Where an action can save; the same for all ranks.
+        folder: Folder for files of an action; the same for all ranks.
 
     Raises:
         RuntimeError: The action does not enter the code of its method.
@@ -219,7 +219,7 @@ def _cross_entropy(logits: Any, labels: Any) -> Any:
 
 
 def _engine(build: Callable[[], Any]) -> Any:
-    """Return an engine of what `build` returns, with AdamW, and the batch."""
+    """Return an engine of the model from `build` with AdamW, and the batch."""
     import torch
 
     import colossalai
