@@ -229,7 +229,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="builds of each plan (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=7, help="steps of a build (default: %(default)s)")
     parser.add_argument(
-        "--timed", type=int, default=5, help="how many of them count, the last ones (default: %(default)s)"
+        "--timed", type=int, default=5, help="timed steps at the end of a turn (default: %(default)s)"
     )
     parser.add_argument("--most-plans", type=int, help="only so many, the fastest as predicted; default: all")
     parser.add_argument("--profile", help="a shipped one of a machine; default: the machine is measured")

@@ -104,7 +104,9 @@ def main() -> None:
         "--sizes", nargs="+", type=int, default=BETWEEN, help="bytes to predict (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, default=5, help="profiles (default: %(default)s)")
-    parser.add_argument("--repeats", type=int, default=2, help="of what is predicted (default: %(default)s)")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="measurements of each size (default: %(default)s)"
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)

@@ -281,8 +281,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     parts = ("sums", "ppo", "step", "generation", "sft", "dpo", "memory")
-    add("--part", choices=parts, default="sums", help="what to measure (default: %(default)s)")
-    add("--trl", metavar="PYTHON", help="of an environment that has TRL; without it TRL is left out")
+    add("--part", choices=parts, default="sums", help="benchmark to run (default: %(default)s)")
+    add("--trl", metavar="PYTHON", help="interpreter of an environment with TRL; default: only our side runs")
     for name, default, words in (
         ("steps", 300, "of learning sums"),
         ("seeds", 3, "runs of each side of learning sums"),

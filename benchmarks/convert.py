@@ -164,8 +164,10 @@ def main() -> None:
         "--sizes", nargs="+", type=int, default=[64 << 10, 4 << 20], help="bytes of the whole"
     )
     parser.add_argument("--dims", nargs="+", type=int, default=[2, 3], help="numbers of dimensions")
-    parser.add_argument("--rounds", type=int, default=5, help="of each pair (default: %(default)s)")
-    parser.add_argument("--most_pairs", type=int, help="about so many of each (default: all)")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds of each pair (default: %(default)s)")
+    parser.add_argument(
+        "--most_pairs", type=int, help="approximate number of pairs of each kind (default: all)"
+    )
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     colossalai.launch_from_torch(backend="gloo", verbose=False)

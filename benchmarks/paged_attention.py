@@ -132,7 +132,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: %(default)s)")
     parser.add_argument("--block-sizes", type=int, nargs="+", default=[16, 32], help="tokens of a block")
     parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"], help="types of the cache")
-    parser.add_argument("--device", default="cpu", help="where (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the caches (default: %(default)s)")
     parser.add_argument("--json", help="also write the figures to this file")
     args = parser.parse_args()
     torch.set_num_threads(1)

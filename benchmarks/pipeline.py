@@ -331,7 +331,7 @@ def main() -> None:
     args = parser.parse_args()
     world_size = int(os.environ["WORLD_SIZE"])
     if world_size < 2:
-        parser.error("one rank is no pipeline: give --nproc_per_node 2 or more to `colossalai run`")
+        parser.error("a pipeline needs two ranks or more: pass --nproc_per_node 2 to `colossalai run`")
     if args.layers % (2 * world_size):
         parser.error(
             f"--layers is {args.layers}; take a multiple of {2 * world_size}, two stages for each rank"

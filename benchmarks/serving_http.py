@@ -70,7 +70,9 @@ class ServerProcess:
         while not self._is_healthy():
             if self.process.poll() is not None or time.monotonic() > deadline:
                 self.end()
-                raise RuntimeError((log.read_text().strip().splitlines() or ["it said nothing"])[-1])
+                raise RuntimeError(
+                    (log.read_text().strip().splitlines() or ["the server wrote no output"])[-1]
+                )
             time.sleep(0.2)
 
     def _is_healthy(self) -> bool:

@@ -205,10 +205,10 @@ def faults(
     refused = sum(end["end"] == "refused" and end["kind"] != "no http" for end in ends)
     lines = re.findall(r"((?:gen|cmpl|chatcmpl)-[0-9a-f]{32}) POST \S+ \S+ (\w+) ", log)
     checks = {
-        "received is what was sent": (received, num_sent),
+        "received equals sent": (received, num_sent),
         "outcomes add up": (sum(ended.values()), received),
         "nothing failed": (ended["failed"], 0),
-        "finished and answered, but for those who left": (
+        "finished and answered, except for disconnected clients": (
             ended["finished"] - count["answered"] + ended["aborted"] + ended["rejected"] - refused,
             count["left"],
         ),
@@ -223,7 +223,7 @@ def faults(
     }
     least = (ended["finished"] - count["answered"], ended["rejected"] - refused)
     if min(least) < 0:
-        found.append(f"answers that the server does not know of: {least}")
+        found.append(f"answers without a record in the server: {least}")
     logged = Counter(outcome for _, outcome in lines)
     checks["the log has the outcomes"] = (
         {outcome: float(logged[outcome]) for outcome in OUTCOMES},
@@ -324,7 +324,7 @@ def main() -> None:
     }
     report("Soak of colossalai serve", rows, settings=settings, json_file=args.json)
     if wrong:
-        sys.exit("\n".join(["what does not add up:", *wrong[:20], f"{len(wrong)} in all"]))
+        sys.exit("\n".join(["differences:", *wrong[:20], f"{len(wrong)} in all"]))
 
 
 if __name__ == "__main__":

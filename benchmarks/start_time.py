@@ -113,7 +113,7 @@ def main() -> None:
             print("skipped: this benchmark starts its jobs by itself; run python benchmarks/start_time.py")
         return
     if reason := reason_to_skip():
-        print(f"skipped: there can be no hosts here: {reason}")
+        print(f"skipped: this machine cannot have such hosts: {reason}")
         return
     report(
         "From Enter to the first step, two hosts, one rank on each",

@@ -43,7 +43,9 @@ def main() -> None:
     )
     parser.add_argument("--tries", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--folder", type=Path, help="where to save; default: the system's temporary folder")
+    parser.add_argument(
+        "--folder", type=Path, help="folder of the checkpoints; default: the system's temporary folder"
+    )
     parser.add_argument("--json", type=Path, help="write the figures to this file")
     options = parser.parse_args()
     torch.set_num_threads(1)  # the ranks are forked from here

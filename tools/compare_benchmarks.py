@@ -169,7 +169,7 @@ def main() -> None:
         description=description, epilog=usage, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("commit", help="the earlier commit")
-    parser.add_argument("--after", default="HEAD", help="what it is compared with (default: %(default)s)")
+    parser.add_argument("--after", default="HEAD", help="commit to compare it with (default: %(default)s)")
     parser.add_argument("--only", nargs="+", choices=BENCHMARKS, default=list(BENCHMARKS), metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3, help="runs in each tree (default: 3)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")

@@ -234,7 +234,7 @@ def main() -> None:
         "--only", metavar="ACTION", nargs="+", choices=SUBJECTS, help=f"one of: {', '.join(SUBJECTS)}"
     )
     parser.add_argument(
-        "--explain", metavar="ACTION", choices=ACTIONS, help="print what this action enters most"
+        "--explain", metavar="ACTION", choices=ACTIONS, help="print the most frequent entries of this action"
     )
     parser.add_argument(
         "--json",

@@ -125,7 +125,7 @@ class PlannedModel:
 
     def __init__(self, plan: AutoPlan, case: Case) -> None:
         lowered = plan.runtime_plan()
-        assert lowered.layout is not None, "a produced plan says its layout"
+        assert lowered.layout is not None, "a produced plan has a layout"
         mesh = _mesh_of(lowered.layout)
         device = get_current_device()
         torch.manual_seed(0)
@@ -155,7 +155,7 @@ class PlannedModel:
             times.append(time.perf_counter())
         self._step.step()
         times.append(time.perf_counter())
-        assert loss is not None, "it was asked for"
+        assert loss is not None, "the pipeline step returns its loss"
         self.seconds = {
             name: end - start for name, start, end in zip(PHASES, times[:-1], times[1:], strict=True)
         }
