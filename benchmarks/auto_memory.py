@@ -243,7 +243,7 @@ def row_of(way: str, what: str, plan: AutoPlan | None = None, budget: float | No
     }
 
 
-def said(plan: AutoPlan) -> str:
+def describe(plan: AutoPlan) -> str:
     """Return a short description of a plan's layout and recomputation."""
     number = sum(each.last - each.first for each in plan.segments)
     return f"{plan.setting}, {number} recomputed" if number else str(plan.setting)
@@ -292,7 +292,7 @@ def measure(name: str, args: argparse.Namespace, show: Callable[[str], None]) ->
     for (way, budget), plan in plans.items():
         peak, allocated = peaks[names[way, budget]]
         rows.append(
-            row_of(way, said(plan), plan, budget)
+            row_of(way, describe(plan), plan, budget)
             | {
                 "peak": round(peak / MIB, 1),
                 "allocated": round(allocated / MIB, 1),

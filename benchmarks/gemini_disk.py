@@ -62,7 +62,7 @@ def resident(field: str, pid: int | str = "self") -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def boosted(args: argparse.Namespace, raw: GPT, tokens: torch.Tensor, **more: Any) -> Callable[[], float]:
+def gemini_step(args: argparse.Namespace, raw: GPT, tokens: torch.Tensor, **more: Any) -> Callable[[], float]:
     """Return a function that runs a step under Gemini and returns the loss."""
     plugin = GeminiPlugin(
         precision="fp32", search_range_mb=2, min_chunk_size_mb=args.chunk_mb, recompute=True, **more
@@ -85,7 +85,7 @@ def worker(args: argparse.Namespace) -> None:
     torch.set_num_threads(args.threads)
     colossalai.launch_from_torch(config={}, verbose=False)
     tokens = torch.randint(8192, (args.batch, args.seq))
-    boosted(args, build(args.seq, 64, 2), tokens)()
+    gemini_step(args, build(args.seq, 64, 2), tokens)()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # release the heap of the tiny GPT: only the libraries' buffers count
     before = resident("VmRSS")
@@ -95,7 +95,7 @@ def worker(args: argparse.Namespace) -> None:
     if args.worker == "disk":
         budget = int(BYTES_OF_MODEL_DATA * numel / args.times)
         more = {"placement_policy": "nvme", "memory_budget": budget, "offload_dir": args.dir}
-    step = boosted(args, model, tokens, **more)
+    step = gemini_step(args, model, tokens, **more)
     print(json.dumps({"before": before, "numel": numel}), flush=True)
     other_bytes = 0
     for _ in sys.stdin:

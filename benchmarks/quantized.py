@@ -66,10 +66,10 @@ def peak_mib(folder: str, dtype: str, way: str) -> float:
 def answer(llm: LLM, prompts: list[list[int]], num_tokens: int) -> Callable[[], None]:
     """Return a function that answers the prompts."""
     params = SamplingParams(max_tokens=num_tokens, temperature=0, ignore_eos=True)
-    return lambda: void(llm.generate(prompts, params))
+    return lambda: discard(llm.generate(prompts, params))
 
 
-def void(_: object) -> None:
+def discard(_: object) -> None:
     """Discard a result."""
 
 

@@ -82,17 +82,17 @@ class Steps:
         return (time.perf_counter() - start) / count
 
 
-def _nothing(*_args: object) -> None:
+def _noop(*_args: object) -> None:
     """Empty replacement for the watchdog's code in a step."""
 
 
 @contextmanager
-def watched(options: dict[str, Any] | None, number: int) -> Iterator[None]:
+def run_watchdog(options: dict[str, Any] | None, number: int) -> Iterator[None]:
     """Run the watchdog within the block, or remove its code from the step."""
     if options is None:
         with (
-            mock.patch.object(section, "__enter__", _nothing),
-            mock.patch.object(section, "__exit__", _nothing),
+            mock.patch.object(section, "__enter__", _noop),
+            mock.patch.object(section, "__exit__", _noop),
         ):
             yield
         return
@@ -149,7 +149,7 @@ def signature_pieces() -> dict[str, float]:
     values = torch.ones(8, 128)
     group, options = distributed_c10d._get_default_group(), dist.AllreduceOptions()
     pieces = {"all_reduce_us": microseconds(lambda: dist.all_reduce(values), count=500)}
-    with mock.patch.object(dist.ProcessGroup, "allreduce", _nothing):
+    with mock.patch.object(dist.ProcessGroup, "allreduce", _noop):
         pieces["unnoted_us"] = microseconds(lambda: group.allreduce([values], options))
         record = SignatureRecord()
         with record.recording():
@@ -181,7 +181,7 @@ def main() -> None:
     for number in range(-1, args.rounds):
         shift = number % len(names)
         for name in names[shift:] + names[:shift]:
-            with watched(VARIANTS[name], number=number * len(names) + names.index(name)):
+            with run_watchdog(VARIANTS[name], number=number * len(names) + names.index(name)):
                 seconds = steps.run(args.steps)
             if number >= 0:
                 times[name].append(seconds)

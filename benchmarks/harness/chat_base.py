@@ -156,7 +156,7 @@ class Steps:
         """Begin the first step, and add the seconds of preparation to it."""
         self._last = time.process_time() - prepared
 
-    def answered(self, seconds: float, tokens: int) -> None:
+    def add_generation(self, seconds: float, tokens: int) -> None:
         """Record the generation time and the number of generated tokens in this step."""
         self._generating += seconds
         self.tokens.append(tokens)
@@ -177,10 +177,10 @@ class Steps:
             self.curve.append((len(self.seconds), sum_reward(model, self._test)))
         self._last = time.process_time()
 
-    def told(self, **more: Any) -> Job:
+    def figures(self, **more: Any) -> Job:
         """Return the record: medians without the first step, which includes setup; a mean of all steps."""
         counted = self.seconds[1:] or self.seconds
-        told = {
+        figures = {
             "step_ms": 1e3 * statistics.median(counted),
             "whole_ms": 1e3 * statistics.mean(self.seconds),
             "generating_ms": 1e3 * statistics.median(self.generating[1:] or self.generating),
@@ -188,7 +188,7 @@ class Steps:
             "rewards": self.rewards,
             "curve": self.curve,
         }
-        return told | more
+        return figures | more
 
 
 def letter_reward(answer: str) -> float:

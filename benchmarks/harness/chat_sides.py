@@ -42,7 +42,7 @@ def _adam(model: torch.nn.Module, rate: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)  # as TRL's by default
 
 
-def _rewarded(job: Job) -> tuple[dict[str, Any], Any]:
+def _reward_arguments(job: Job) -> tuple[dict[str, Any], Any]:
     """Return the arguments of methods that learn from rewards, and the reward function."""
     if job["part"] in ("sums", "ppo"):
         rows = sums("train", num_train=job["num_train"], seed=job["seed"])
@@ -70,7 +70,7 @@ def _letters(prompt: str, answer: str, row: Any) -> float:
     return letter_reward(answer)
 
 
-class _Generations:
+class _GenerationTimer:
     """Timer of the engine's generation and, with `compares`, of `generate` for the same prompts.
 
     Args:
@@ -85,15 +85,15 @@ class _Generations:
         self._steps, self._model, self._compares = steps, model, compares
         self._generate = RolloutEngine.generate
 
-    def __enter__(self) -> "_Generations":
+    def __enter__(self) -> "_GenerationTimer":
         def timed(engine: RolloutEngine, prompts: Any, params: Any) -> Any:
             started = time.process_time()
             found = self._generate(engine, prompts, params)
             ended = time.process_time()
             tokens = sum(len(each.token_ids) for group in found for each in group)
-            self._steps.answered(ended - started, tokens)
+            self._steps.add_generation(ended - started, tokens)
             if self._compares:
-                self._answer_beside(prompts, params[0])
+                self._generate_with_transformers(prompts, params[0])
                 self._steps.leave_out(time.process_time() - ended)
             return found
 
@@ -104,7 +104,7 @@ class _Generations:
         RolloutEngine.generate = self._generate  # type: ignore[method-assign]
 
     @torch.no_grad()
-    def _answer_beside(self, prompts: Any, params: SamplingParams) -> None:
+    def _generate_with_transformers(self, prompts: Any, params: SamplingParams) -> None:
         """Generate with transformers as TRL does: one batch with left padding, until the last answer ends."""
         length = max(len(each) for each in prompts)
         pad = self._model.config.pad_token_id
@@ -128,9 +128,9 @@ class _Generations:
 def grpo(job: Job) -> Job:
     """Train on rewards: of sums, or of random letters."""
     booster, model = _launch(job["seed"]), _model(job)
-    given, reward = _rewarded(job)
+    given, reward = _reward_arguments(job)
     steps = Steps(job)
-    with _Generations(steps, model, compares=job["part"] == "generation") as generations:
+    with _GenerationTimer(steps, model, compares=job["part"] == "generation") as generations:
         steps.start()
         GRPO(reward=reward, group_size=job["group"], max_length=64, normalize="sequence").fit(
             model,
@@ -144,13 +144,13 @@ def grpo(job: Job) -> Job:
             seed=job["seed"],
             on_step=lambda record: steps.end_step(model, record["reward"]),
         )
-    return steps.told(peer_ms=generations.peer_ms, peer_tokens=generations.peer_tokens)
+    return steps.figures(peer_ms=generations.peer_ms, peer_tokens=generations.peer_tokens)
 
 
 def ppo(job: Job) -> Job:
     """Train on rewards of sums with a critic that is initialized with the layers of the base model."""
     booster, model = _launch(job["seed"]), _model(job)
-    given, reward = _rewarded(job)
+    given, reward = _reward_arguments(job)
     critic = with_value_head(_model(job))
     steps = Steps(job)
     method = PPO(reward=reward, max_length=16, iterations=job["iterations"], kl_coef=0.0)
@@ -161,7 +161,7 @@ def ppo(job: Job) -> Job:
         if record["step"] % job["iterations"] == 0:  # the last update of these answers
             steps.end_step(model, seen[-1])
 
-    with _Generations(steps, model, compares=False):
+    with _GenerationTimer(steps, model, compares=False):
         steps.start()
         method.fit(
             model,
@@ -177,7 +177,7 @@ def ppo(job: Job) -> Job:
             seed=job["seed"],
             on_step=note,
         )
-    return steps.told()
+    return steps.figures()
 
 
 def texts(job: Job) -> Job:
@@ -203,7 +203,7 @@ def texts(job: Job) -> Job:
         seed=job["seed"],
         on_step=lambda record: steps.end_step(model),
     )
-    return steps.told()
+    return steps.figures()
 
 
 if __name__ == "__main__":

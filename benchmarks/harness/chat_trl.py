@@ -101,7 +101,7 @@ def grpo(job: Job) -> Job:
         found = generate(*given, **named)
         prompt = named["input_ids"] if "input_ids" in named else given[0]
         new = found[:, prompt.shape[1] :]
-        steps.answered(time.process_time() - started, int((new != model.config.pad_token_id).sum()))
+        steps.add_generation(time.process_time() - started, int((new != model.config.pad_token_id).sum()))
         return found
 
     model.generate = timed
@@ -114,7 +114,7 @@ def grpo(job: Job) -> Job:
         callbacks=[Note(steps)],
     )
     trainer.train()
-    return steps.told()
+    return steps.figures()
 
 
 def sft(job: Job) -> Job:
@@ -130,7 +130,7 @@ def sft(job: Job) -> Job:
         callbacks=[Note(steps)],
     )
     trainer.train()
-    return steps.told()
+    return steps.figures()
 
 
 def dpo(job: Job) -> Job:
@@ -165,7 +165,7 @@ def dpo(job: Job) -> Job:
         callbacks=[note],
     )
     trainer.train()
-    return steps.told()
+    return steps.figures()
 
 
 if __name__ == "__main__":
