@@ -2,9 +2,9 @@
 
 [Note: random states in recomputation]
 The second forward must draw the same random numbers as the first, from the state of every parallel mode, and
-must not disturb what is drawn after it. torch's own checkpoint only restores the default generator, which
-holds the state of one mode, and users' layers may draw from others; so its handling is switched off and a
-snapshot of all modes is replayed.
+must not affect later draws. torch's own checkpoint only restores the default generator, which holds the state
+of one mode, and users' layers can draw from others; so its handling is switched off and a snapshot of all
+modes is replayed.
 """
 
 from collections.abc import Callable
@@ -31,12 +31,12 @@ def checkpoint(
         activation_offload: Also keep the input in host memory until the backward; no effect where it is there
             already.
         args: Arguments of `function`.
-        kwargs: Keyword arguments of `function`; beside them torch's `use_reentrant`, of which only False has
-            an effect, `determinism_check` and `debug`.
+        kwargs: Keyword arguments of `function`, and torch's `use_reentrant`, of which only False has an
+            effect, `determinism_check` and `debug`.
 
     Raises:
-        ValueError: `function` cannot be called, `activation_offload` is no bool, or a random state is asked
-            for, all of which are restored.
+        ValueError: `function` cannot be called, `activation_offload` is not a bool, or a random state is
+            selected, since all are restored.
     """
     if not callable(function):
         raise ValueError(f"checkpoint is given {function!r:.80}, which cannot be called: pass a module")
@@ -51,7 +51,7 @@ def checkpoint(
         get_dist_logger().log_once(
             "checkpoint: use_reentrant=True has no effect; gradients are the same without", ranks=[0]
         )
-    # A compiler would look into the contexts; what stands inside of a compiled block runs as it is.
+    # A compiler would trace the contexts; inside of a compiled block the function runs uncompiled.
     run = torch.compiler.disable(_checkpoint) if torch.compiler.is_compiling() else _checkpoint
     return run(function, activation_offload, args, kwargs)
 
@@ -85,7 +85,7 @@ class CheckpointModule(nn.Module):
         self.offload = offload
 
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute the output; what `forward` is elsewhere."""
+        """Compute the output; replaces `forward`."""
         raise NotImplementedError(f"{type(self).__name__} is a CheckpointModule and must define _forward")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

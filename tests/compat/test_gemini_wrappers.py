@@ -243,7 +243,7 @@ def values_of_a_model() -> None:  # noqa: PLR0915 - one run
     with model.gathered("reused.weight"):
         assert net.reused.weight.eq(2.0).all()
     for missing in ("reusd", nn.Linear(2, 2)):
-        with pytest.raises(ValueError, match="is no module and no parameter of this model"):
+        with pytest.raises(ValueError, match="is not a module or parameter of this model"):
             model.gathered(missing).__enter__()
 
     optimizer.backward(model(*part_of(batch(num_ranks), rank)))

@@ -10,7 +10,7 @@ from colossalai.nn.layer.tensor_parallel import Cut, ParallelDropout, _named, en
 from colossalai.tensor import set_built_for
 
 VOCAB_PARALLEL_LIMIT = 2048
-"""Vocabularies above this size are cut, unless the caller says otherwise."""
+"""Vocabularies above this size are cut by default."""
 
 _CURRENT = "the current one"
 _SUFFIXES: Mapping[str, str] = {"1d": "1D", "2d": "2D", "2.5d": "2p5D", "3d": "3D"}
@@ -56,8 +56,8 @@ def Dropout(
     Args:
         p: Probability of a zero.
         inplace: Whether to change the input.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
-        after: The layer to whose output it is applied, which says how.
+        input_cut: Cut of the input; default: the output cut of the previous layer.
+        after: The layer to whose output it is applied, instead of `input_cut`.
     """
     if _is_plain(input_cut, after, by="Dropout"):
         return _plain(nn.Dropout(p, inplace))
@@ -113,7 +113,7 @@ def _plain(layer: nn.Module) -> nn.Module:
 
 
 def _is_plain(input_cut: Cut | None, after: nn.Module | None, *, by: str) -> bool:
-    """Return whether nothing is cut; what the user says of the input must then say so, too."""
+    """Return whether nothing is cut; the user's `input_cut` or `after` must then agree."""
     if _suffix() is not None:
         return False
     if entry_of(None, by, input_cut=input_cut, after=after).cut != Cut():

@@ -15,9 +15,9 @@ So (chunk, V) of logits are in memory, in the place of three times (rows, V): lo
 gradient. Rows that do not count are not computed at all.
 
 [Note: what a backward takes]
-"mean" and "sum": the gradients are there when the backward begins, and it hands them out, multiplied in place
-by what arrives. A further backward of a retained graph computes them again, and so does every backward of
-"none", which has to know what arrives at each row. Neither can be differentiated a second time, and says so.
+"mean" and "sum": the gradients exist when the backward begins, which returns them, multiplied in place by the
+incoming gradient. A further backward of a retained graph computes them again, and so does every backward of
+"none", which needs the incoming gradient of each row. Neither can be differentiated a second time; it raises.
 
 [Note: a vocabulary that is cut]
 Each rank has the classes of its slice of the weight. For each chunk the ranks exchange the largest logit of a
@@ -46,11 +46,11 @@ Gradients = list[Tensor | None]
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularySlice:
-    """Which classes a rank has.
+    """Classes of a rank.
 
     Attributes:
-        num_classes: How many there are on all ranks, without padding.
-        axis: The ranks, each of which has a slice of the same size; None for one that has all classes.
+        num_classes: Number of classes on all ranks, without padding.
+        axis: The ranks, each of which has a slice of the same size; None if one rank has all classes.
     """
 
     num_classes: int
@@ -64,7 +64,7 @@ class VocabularySlice:
 
 @dataclass(frozen=True, kw_only=True)
 class LossTerms:
-    """The options of the loss that say what a row's is; see the head of the module."""
+    """Options of the loss of a row; see the head of the module."""
 
     label_smoothing: float
     z_loss: float
@@ -76,11 +76,11 @@ class LossTerms:
 
 @dataclass
 class _Block:
-    """The logits of some rows on their way to their gradient.
+    """The logits of some rows while they are turned into their gradient.
 
     Attributes:
         values: (rows, own classes), float32 or better: the exponentials under the largest, then the gradient.
-        stored: Where the gradient goes; `values` itself, or its half-precision original.
+        stored: Destination of the gradient; `values` itself, or its half-precision original.
         slope: The derivative of the soft cap; None without one.
         labels: (rows, 1), as columns of `values`, 0 where another rank has the class.
         is_own: (rows, 1), whether this rank has the class; None where it has all.
@@ -114,7 +114,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
         ctx.types = (x.dtype, weight.dtype, None if bias is None else bias.dtype)
         wanted = ctx.needs_input_grad[:3]
         is_late = reduction == "none" or not is_grad_enabled
-        # float16 has no room for what is left of a gradient that is divided by the number of rows.
+        # In float16 a gradient divided by the number of rows underflows.
         ctx.divides_early = reduction == "mean" and x.dtype != torch.float16
         ctx.total = None
         num_rows = len(labels) if rows is None else len(rows)
@@ -143,7 +143,7 @@ class ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         with torch.no_grad():
             done = _arrived(ctx, grad)
-        if torch.is_grad_enabled():  # create_graph=True: what is linear in nothing but `grad` would be a lie
+        if torch.is_grad_enabled():  # create_graph=True: a result linear in `grad` only would be wrong
             done = [None if found is None else _Once.apply(found.requires_grad_()) for found in done]
         return (*done, None, None, None, None, None, None)
 
@@ -164,7 +164,7 @@ class _Once(torch.autograd.Function):
 
 
 def _arrived(ctx: Any, grad: Tensor) -> Gradients:
-    """Return the gradients of x, weight and bias for what arrives at the loss, and forget them."""
+    """Return the gradients of x, weight and bias for the loss's incoming gradient, and release them."""
     # See [Note: what a backward takes].
     wanted = ctx.needs_input_grad[:3]
     ready, ctx.ready = ctx.ready, [None, None, None]
@@ -176,7 +176,7 @@ def _arrived(ctx: Any, grad: Tensor) -> Gradients:
         _, ready = _in_chunks(x, weight, bias, labels, factors, rows, ctx.terms, wanted)
     if ctx.reduction != "none" and not ctx.is_empty:
         factor = grad if ctx.total is None or ctx.divides_early else grad / ctx.total
-        # Mostly the loss is what the backward starts from, and 1 arrives.
+        # Mostly the backward starts from the loss, with an incoming gradient of 1.
         if factor.device.type != "cpu" or factor.item() != 1.0:
             for found in ready:
                 if found is not None:
@@ -185,7 +185,7 @@ def _arrived(ctx: Any, grad: Tensor) -> Gradients:
 
 
 def _row_factors(ctx: Any, token_weights: Tensor | None) -> Tensor | None:
-    """Return what the gradients of the rows are multiplied by while they are computed; None for 1."""
+    """Return the factors of the rows' gradients during their computation; None for 1."""
     if not ctx.divides_early:
         return token_weights
     part: Tensor = 1.0 / ctx.total
@@ -209,7 +209,7 @@ def _in_chunks(
         weight: (classes, hidden), this rank's slice.
         bias: (classes,), or None.
         labels: (rows,).
-        factors: (rows,), or one for all: what the gradients of the rows are multiplied by; None for 1.
+        factors: (rows,), or one for all: factors of the rows' gradients; None for 1.
         counted: The numbers of the rows that count; None for all.
         terms: The options.
         wanted: Whether the gradients of x, weight and bias are wanted.
@@ -267,7 +267,7 @@ def _to_gradient(
     Args:
         logits: (rows, own classes).
         labels: (rows,), counted from the first own class.
-        factors: What the gradients are multiplied by.
+        factors: Factors of the gradients.
         terms: The options.
         keep: Whether a gradient is wanted; otherwise the logits are only used up.
     """

@@ -19,7 +19,7 @@ GivenLoss = torch.Tensor | tuple[torch.Tensor, torch.Tensor | float]
 
 
 class ParallelCrossEntropyLoss(nn.Module):
-    """Cross entropy of logits cut as `cut` says.
+    """Cross entropy of sharded logits.
 
     With p ranks along the class axes, for logits of (batch, ..., classes): three all-reduces of one number
     for each position (1909.08053, section 3); the logits themselves are never gathered. Label smoothing takes
@@ -30,9 +30,9 @@ class ParallelCrossEntropyLoss(nn.Module):
         ignore_index: Labels that do not count.
         reduction: "mean" over the labels that count, or "sum".
         label_smoothing: Share of the target that is spread evenly over all classes.
-        with_count: Return the pair (sum, number of labels that count): then a training step is that of the
-            mean over all labels of all ranks and microbatches, however unevenly they are spread.
-        cut: How the logits are cut; default: as the classifier that was built last leaves them.
+        with_count: Return the pair (sum, number of labels that count): then a training step uses the mean
+            over all labels of all ranks and microbatches, also if they are distributed unevenly.
+        cut: Cut of the logits; default: the output cut of the last classifier.
         mesh: The ranks; default: those of the launched job.
 
     Shape:
@@ -175,8 +175,8 @@ class CrossEntropyLoss(nn.Module):
 
     Args:
         args: Positional arguments of `torch.nn.CrossEntropyLoss`, where there is no tensor mode.
-        with_count: Return the pair (sum, what the mean would be over): then a training step is that of the
-            mean over all labels of all ranks and microbatches, however unevenly they are spread.
+        with_count: Return the pair (sum, denominator of the mean): then a training step uses the mean over
+            all labels of all ranks and microbatches, also if they are distributed unevenly.
         options: Keyword arguments of it; in a tensor mode those of `ParallelCrossEntropyLoss`.
 
     Raises:

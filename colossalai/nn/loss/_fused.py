@@ -1,9 +1,9 @@
-"""A language model that returns its loss: the head's operands, what stands for its logits, and its output.
+"""A language model that returns its loss: operands of the head, placeholder of the logits, output.
 
 With `fused_loss=True` the last layer and the cross entropy are computed together, in training and where the
 model is given labels. The loss is computed within the forward of the model: there the weight of the head is
-whole where FSDP shards it, and the precision in force. What is returned in the place of logits says, whenever
-it is read, why there are none.
+whole where FSDP shards it, and the precision in force. The placeholder of the logits raises an error
+with the reason when it is read.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class MissingLogitsError(ValueError, AttributeError):
 
 
 class MissingLogits:
-    """What stands where logits would; whoever reads it is told why there are none. There is one of it."""
+    """Placeholder of logits, a singleton; reading it raises an error with the reason."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise MissingLogitsError(_WHY)
@@ -49,7 +49,7 @@ class MissingLogits:
     __rmul__ = __truediv__ = __mul__
 
     def contiguous(self) -> "MissingLogits":
-        """Return itself: some models ask for it between head and loss."""
+        """Return itself: some models call this between head and loss."""
         return self
 
     float = contiguous
@@ -65,11 +65,11 @@ MISSING_LOGITS = MissingLogits()
 
 
 class LanguageModelOutput(NamedTuple):
-    """What a model of `colossalai.model_zoo` returns where it is given labels.
+    """Output of a model of `colossalai.model_zoo` that is given labels.
 
     Attributes:
         total: The sum of the losses of the labels that count.
-        num_labels: How many there are.
+        num_labels: Number of these labels.
         logits: (batch, seq, vocab), a slice; `MISSING_LOGITS` where they were not computed.
     """
 
@@ -92,7 +92,7 @@ class LanguageModelOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class HeadOperands:
-    """The input of a head, and what it would multiply it by.
+    """The input of a head, and its parameters.
 
     Attributes:
         x: (..., hidden).
@@ -119,7 +119,7 @@ class HeadOperands:
 
 
 def head_operands(head: nn.Module, x: Tensor) -> HeadOperands:
-    """Return what a head and its input become in a loss in chunks.
+    """Return the operands of a head and its input for a loss in chunks.
 
     Args:
         head: A linear layer, or a classifier of no tensor mode or of "1d".
@@ -139,10 +139,10 @@ def head_operands(head: nn.Module, x: Tensor) -> HeadOperands:
 
 
 def refuse_other_head(head: nn.Module) -> None:
-    """Raise if a module is no head of a loss in chunks.
+    """Raise if a module cannot be the head of a loss in chunks.
 
     Raises:
-        ValueError: `head` is no linear layer, or is cut by more than the vocabulary.
+        ValueError: `head` is not a linear layer, or is cut by more than the vocabulary.
     """
     if isinstance(head, ParallelLinear):
         scheme = head.scheme
@@ -188,7 +188,7 @@ def wants_logits(criterion: Any) -> str | None:
 
 
 def logits_of(output: Any) -> Any:
-    """Return what a model returns that is not given labels, from what it returns with them."""
+    """Return the output of a model without labels, from its output with labels."""
     return output.logits if isinstance(output, LanguageModelOutput) else output
 
 

@@ -17,19 +17,18 @@ from colossalai.tensor import spec_of
 class LinearCrossEntropyLoss(nn.Module):
     """Cross entropy of `x @ weight.T + bias`, without ever holding all these logits.
 
-    It gives what `cross_entropy(linear(x, weight, bias).float(), labels)` gives, and its gradients, for the
-    memory of a chunk of rows. Where no gradient is wanted none is computed, and of a frozen weight or input
-    only the other's. The loss is in float32 or better, whatever the inputs are in. A weight that is cut along
-    the vocabulary over ranks, as that of a vocabulary-parallel classifier of mode "1d", may be padded: the
-    ranks have the same `x` and labels, and get the same loss. The formulas stand at the head of
-    `colossalai/nn/loss/_chunks.py`.
+    Equal to `cross_entropy(linear(x, weight, bias).float(), labels)`, with its gradients, in the memory of a
+    chunk of rows. Only required gradients are computed. The loss is in float32 or better for inputs of any
+    dtype. A weight that is cut along the vocabulary over ranks, as that of a vocabulary-parallel classifier
+    of mode "1d", may be padded: the ranks have the same `x` and labels, and get the same loss. The formulas
+    are at the head of `colossalai/nn/loss/_chunks.py`.
 
     Args:
         ignore_index: Labels that do not count.
         reduction: "mean" over the labels that count, "sum", or "none".
         label_smoothing: Share of the target that is spread evenly over all classes.
         z_loss: Coefficient of the mean of logsumexp^2 over the labels that count (2204.02311, section 5).
-        logits_scale: What the logits are multiplied by.
+        logits_scale: Factor of the logits.
         softcap: The logits become `softcap * tanh(logits / softcap)`, after the scale; None for no cap.
         chunk: Rows at a time; None for as many as 32 MiB of logits in float32, at least 256.
 
@@ -73,7 +72,7 @@ class LinearCrossEntropyLoss(nn.Module):
         self.chunk = chunk
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the options for `print(model)`."""
         return f"reduction={self.reduction!r}, chunk={self.chunk}"
 
     def forward(
@@ -93,7 +92,7 @@ class LinearCrossEntropyLoss(nn.Module):
             weight: (classes, hidden), or this rank's slice of it.
             labels: (...), whole numbers.
             bias: (classes,), cut as the weight is.
-            token_weights: (...), what the loss of each label is multiplied by; the mean is over their sum.
+            token_weights: (...), weight of the loss of each label; the mean is over their sum.
             vocabulary: The classes of this rank; default: as the weight carries it.
 
         Raises:
@@ -184,7 +183,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 def vocabulary_of(weight: Tensor) -> VocabularySlice:
-    """Return the classes of a weight (classes, hidden), as its spec says, if it carries one.
+    """Return the classes of a weight (classes, hidden), from its spec if it has one.
 
     Raises:
         ValueError: `weight` is cut otherwise than along the classes, or over several axes.

@@ -1,4 +1,4 @@
-"""Losses of models with experts: that of the task, and the auxiliary one that the layers have left."""
+"""Losses of models with experts: the task's, and the auxiliary losses of the layers."""
 
 from collections.abc import Callable
 from typing import Any
@@ -19,15 +19,15 @@ class MoeLoss(nn.Module):
 
     That is the forward of the wrapped model (from `Booster.boost`, `colossalai.initialize` or
     `zero_model_wrapper`) that returned them, or the tensors that they were computed from; of several such
-    forwards all count. Where none is known, as for a model without a wrapper, it is the last one.
-    Of a pair (sum, count) the sum gets the auxiliary loss times the count, as that is a mean. In evaluation
-    the layers leave zero.
+    forwards all count. If none is known, as for a model without a wrapper, it is the last one. For a pair
+    (sum, count) the auxiliary loss times the count is added to the sum, since it is a mean. In evaluation the
+    layers add zero.
 
     Args:
         aux_weight: Factor of the auxiliary loss.
         loss_fn: Returns the loss function, as a class of losses does.
-        args: What `loss_fn` is called with.
-        kwargs: The same, by name.
+        args: Arguments of `loss_fn`.
+        kwargs: Keyword arguments of `loss_fn`.
 
     Raises:
         ValueError: `loss_fn` is a loss function, or returns none.
@@ -72,8 +72,8 @@ class MoeCrossEntropyLoss(MoeLoss):
 
     Args:
         aux_weight: Factor of the auxiliary loss.
-        args: What `CrossEntropyLoss` is called with.
-        kwargs: The same, by name.
+        args: Arguments of `CrossEntropyLoss`.
+        kwargs: Keyword arguments of `CrossEntropyLoss`.
     """
 
     def __init__(self, aux_weight: float = 0.01, *args: Any, **kwargs: Any) -> None:

@@ -17,7 +17,7 @@ from colossalai.registry import LR_SCHEDULERS
 
 
 class _FlatThenCosineLR(CurveLR):
-    """The curve at the head of this file; the four public classes differ in what is zero."""
+    """The curve at the head of this file; the four public classes differ in the fields that are zero."""
 
     def __init__(
         self,

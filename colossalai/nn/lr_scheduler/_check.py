@@ -1,4 +1,4 @@
-"""The checks at the door of the schedules."""
+"""Checks of the arguments of schedules."""
 
 from collections.abc import Sequence
 
@@ -48,7 +48,7 @@ def check_warmup_steps(warmup_steps: int, total_steps: int) -> int:
 
 
 def check_fraction(name: str, value: float) -> float:
-    """Return `value` as a float if it lies in [0, 1].
+    """Return `value` as a float if it is in [0, 1].
 
     Raises:
         ValueError: `value` is not in [0, 1].

@@ -1,9 +1,9 @@
 """The base of the schedules: the learning rate as a formula of the step, with one warm-up in front.
 
 [Note: closed form] The rate at a step follows from the base rate and the number of the step alone, not
-from the rate of the step before as in `torch.optim.lr_scheduler`. So nothing drifts, a state that is loaded
-gives the very rates of the run that saved it, whether or not the optimizer's own state came along, and a
-warm-up can stand in front of any curve.
+from the rate of the step before as in `torch.optim.lr_scheduler`. So nothing drifts, a loaded state
+gives exactly the rates of the run that saved it, with or without the optimizer's own state, and a warm-up can
+precede any curve.
 """
 
 from abc import ABC, abstractmethod

@@ -1,4 +1,4 @@
-"""Schedules that follow a power of what is left of the training.
+"""Schedules that follow a power of the remaining training.
 
 With N = total_steps - warmup_steps,
 
@@ -13,7 +13,7 @@ from colossalai.registry import LR_SCHEDULERS
 
 
 class _PowerLR(CurveLR):
-    """The curve at the head of this file; the three public classes differ in what is fixed."""
+    """The curve at the head of this file; the three public classes differ in the fixed fields."""
 
     def __init__(
         self,
@@ -32,7 +32,7 @@ class _PowerLR(CurveLR):
         super().__init__(optimizer, total_steps, warmup_steps=warmup_steps, last_epoch=last_epoch)
 
     def curve(self, base_lr: float | Tensor, step: int) -> float | Tensor:
-        """Return the power of what is left, between the base rate and `end_lr`."""
+        """Return the power of the remaining training, between the base rate and `end_lr`."""
         left = 1 - step / (self.total_steps - self.warmup_steps)
         part: float = left**self.power
         return self.end_lr + (base_lr - self.end_lr) * part
@@ -40,7 +40,7 @@ class _PowerLR(CurveLR):
 
 @LR_SCHEDULERS.register_module
 class PolynomialLR(_PowerLR):
-    """Go from the base rate to `end_lr` along a power of what is left.
+    """Go from the base rate to `end_lr` along a power of the remaining training.
 
     Args:
         optimizer: The optimizer.
@@ -64,7 +64,7 @@ class PolynomialLR(_PowerLR):
 
 @LR_SCHEDULERS.register_module
 class PolynomialWarmupLR(_PowerLR):
-    """Warm up linearly, then go to `end_lr` along a power of what is left.
+    """Warm up linearly, then go to `end_lr` along a power of the remaining training.
 
     Args:
         optimizer: The optimizer.

@@ -18,8 +18,7 @@ class Accuracy(nn.Module):
         ```
 
     Args:
-        cut: How the logits are cut; default: as the classifier that was built last leaves them, whole where
-            there is no tensor mode.
+        cut: Cut of the logits; default: the output cut of the last classifier, whole without a tensor mode.
         mesh: The ranks; default: those of the launched job.
     """
 

@@ -26,7 +26,7 @@ from colossalai.nn.optimizer._disk import DiskOffload, DiskOptions
 from colossalai.nn.optimizer._disk_layout import MASTER, DiskBlock, DiskPiece
 from colossalai.nn.optimizer._stepping import SteppingOptimizer
 
-# What torch's Adam has in a group beside the options here: with it a state dict goes from one to the other.
+# Further options in the groups of torch's Adam: with them a state dict loads into either.
 _FIXED = {
     "amsgrad": False,
     "maximize": False,
@@ -53,16 +53,15 @@ class _Interrupted:
 
 
 class Adam(SteppingOptimizer):
-    """Abstract: what HybridAdam, CPUAdam and FusedAdam share.
+    """Abstract base of HybridAdam, CPUAdam and FusedAdam.
 
     The states are those of `torch.optim.AdamW` under the same keys ("step", "exp_avg", "exp_avg_sq"); a
-    float16 or bfloat16 parameter has float32 ones and a float32 copy of itself, "master". The master has the
-    say, except over elements that were written into the parameter since the last step: those become the
-    master's.
+    float16 or bfloat16 parameter has float32 ones and a float32 copy of itself, "master". The master is
+    updated; elements that were written into the parameter since the last step are copied into it first.
 
-    A step raises an OSError if the disk failed: the message has the path, the bytes needed and free. What the
-    files could not take is in memory. Call `step` again when the cause is removed, with the same gradients:
-    parameters that were updated already are left alone.
+    A step raises an OSError if the disk failed: the message has the path, the bytes needed and free. States
+    that could not be written stay in memory. Call `step` again when the cause is removed, with the same
+    gradients: parameters that were updated already are skipped.
     """
 
     elementwise = True
@@ -109,7 +108,7 @@ class Adam(SteppingOptimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        vars(self).setdefault("_versions", {})  # a copy knows of none
+        vars(self).setdefault("_versions", {})  # a copy has none
         vars(self).setdefault("_interrupted", None)
         for group in self.param_groups:  # one of torch's Adam lacks some
             for key, value in self.defaults.items():
@@ -155,7 +154,7 @@ class Adam(SteppingOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, here or of torch's Adam and AdamW; states go to disk at once.
+        """Load a state dict of this class or of torch's Adam and AdamW; states go to disk at once.
 
         Raises:
             OSError: States could not be written to disk; they were loaded and stay in memory.
@@ -173,7 +172,7 @@ class Adam(SteppingOptimizer):
             pass
         for param in params:
             if param in self.state and not self._offload.holds(param):
-                # What was loaded may read the files of another optimizer.
+                # Loaded states may be views of another optimizer's files.
                 self.state[param] = {
                     key: value.clone() if isinstance(value, Tensor) else value
                     for key, value in self.state[param].items()
@@ -196,7 +195,7 @@ class Adam(SteppingOptimizer):
             adam_step(slots, options)
 
     def _slot(self, param: Tensor) -> Slot:
-        """Return a parameter with its states, as what this process holds of them, all laid out in one way."""
+        """Return the local tensors of a parameter and its states, all with the same memory layout."""
         held = local(param)
         state = self.state[param]
         self._ensure_step(param)
@@ -263,7 +262,7 @@ class Adam(SteppingOptimizer):
 
 
 def disk_offload(fraction: float, folder: str | Path | None, options: DiskOptions) -> DiskOffload:
-    """Return the offload that the arguments of an optimizer ask for.
+    """Return the offload for the arguments of an optimizer.
 
     Raises:
         ValueError: `fraction` is not in [0, 1].
@@ -290,7 +289,7 @@ def _slot_of_piece(piece: DiskPiece, values: Mapping[str, Tensor], grad: Tensor,
 
 def _grad_of(param: Tensor, like: Tensor) -> Tensor:
     assert param.grad is not None
-    # Torch's fused kernels go through memory in a line: a gradient that lies differently would be mixed up.
+    # Torch's fused kernels ignore strides: a gradient with another layout would be mixed up.
     return laid_out_as(local(param.grad).to(param.dtype), like)
 
 

@@ -80,7 +80,7 @@ class AdamOptions:
 class Slot:
     """A tensor to update, or a piece of one.
 
-    All have the same layout in memory; but that of the weight may be another one if it is not dense.
+    All have the same memory layout; only a weight that is not dense may have another one.
 
     Attributes:
         param: The weight.
@@ -88,7 +88,7 @@ class Slot:
         exp_avg: Running average of the gradient, float32 where the weight is half.
         exp_avg_sq: Running average of the square of the gradient.
         step: The number of this step, a tensor on the device of the weight.
-        master: The float32 weight of a half one, which has the say.
+        master: The float32 copy of a half-precision weight, which is updated.
     """
 
     param: Tensor
@@ -102,7 +102,7 @@ class Slot:
 def adam_step(slots: Sequence[Slot], options: AdamOptions) -> None:
     """Update weights of one device and one dtype in their own precision, in place."""
     if slots:
-        # Torch's kernels go through memory in a line, whatever the strides say: holes would be updated too.
+        # Torch's kernels ignore strides: gaps would be updated too.
         params = [
             slot.param if is_dense(slot.param) else torch.empty_like(slot.exp_avg).copy_(slot.param)
             for slot in slots
@@ -155,12 +155,12 @@ def mixed_adam_step(slots: Sequence[Slot], options: AdamOptions, *, block_numel:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """Return the elements of a dense tensor in the order in which they lie in memory, as a view."""
+    """Return the elements of a dense tensor in memory order, as a view."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def laid_out_as(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return a tensor with the memory layout of `like`: itself, or a copy if it lies differently."""
+    """Return a tensor with the memory layout of `like`: itself, or a copy if its layout differs."""
     if tensor.stride() == like.stride():
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
@@ -179,7 +179,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a DTensor, in the same memory; any other tensor itself."""
+    """Return the local tensor of a DTensor, in the same memory; any other tensor itself."""
     from torch.distributed.tensor import DTensor  # in the function: half a second of imports
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,4 +1,4 @@
-"""The checks at the door of the optimizers."""
+"""Checks of the arguments of optimizers."""
 
 
 def check_not_negative(**values: float) -> None:

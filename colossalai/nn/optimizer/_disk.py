@@ -7,10 +7,10 @@ many small parameters or a piece of a large one. A buffer takes a block through 
 the next one. Blocks are updated as they come from the disk, in any order: a slow read holds up its buffer and
 not the others.
 
-`optimizer.state` holds tensors that are mappings of the files: whoever reads them (`state_dict`, a
-checkpoint) sees what is on disk. A state that is any other tensor (loaded from a checkpoint) is *in memory*,
-has the say, and goes to disk with its block. So a block that cannot be written is not lost: its states become
-such tensors.
+`optimizer.state` holds tensors that are mappings of the files: reading them (`state_dict`, a checkpoint)
+reads the disk. A state that is any other tensor (loaded from a checkpoint) is *in memory*, takes precedence,
+and goes to disk with its block. So a block that cannot be written is not lost: its states become such
+tensors.
 """
 
 import mmap
@@ -44,7 +44,7 @@ States = Mapping[Tensor, dict[str, Any]]
 
 @dataclass(frozen=True)
 class DiskOptions:
-    """How states go to disk and back.
+    """Options of reading and writing states.
 
     Args:
         depth: Buffers, each with its thread: one is updated while the others are read and written.
@@ -75,7 +75,7 @@ class _Buffer:
 
     memory: mmap.mmap
     size: int
-    block: DiskBlock | None = None  # whose states are in it
+    block: DiskBlock | None = None  # the block in it
 
     def part(self, number: int, num_bytes: int) -> memoryview:
         return memoryview(self.memory)[number * self.size : number * self.size + num_bytes]
@@ -90,7 +90,7 @@ class _Buffer:
         }
 
     def exchange(self, following: DiskBlock | None, *, read: bool) -> tuple["_Buffer", DiskBlock | None]:
-        """Write what is in the buffer, then read the following block into it; return both."""
+        """Write the content of the buffer, then read the following block into it; return both."""
         if self.block is not None:
             for number, file in enumerate(self.block.files.values()):
                 file.write(self.part(number, self.block.num_bytes), self.block.offset)
@@ -103,7 +103,7 @@ class _Buffer:
 
 @dataclass
 class _Pass:
-    """One walk over blocks: how far it is."""
+    """The progress of one iteration over blocks."""
 
     buffers: list[_Buffer]
     visited: set[DiskBlock] = field(default_factory=set)
@@ -116,8 +116,8 @@ class DiskOffload:
 
     Args:
         fraction: The fraction of all states, from 0 to 1; whole parameters are taken, the largest first.
-        folder: Where to make the private folder; None for the system's temporary folder.
-        options: How states go to disk and back.
+        folder: Parent of the private folder; None for the system's temporary folder.
+        options: Options of reading and writing.
 
     Raises:
         ValueError: `fraction` is not in [0, 1].
@@ -197,9 +197,9 @@ class DiskOffload:
     def visit(
         self, states: States, params: Collection[Tensor], *, done: set[DiskBlock]
     ) -> Iterator[list[tuple[DiskPiece, dict[str, Tensor]]]]:
-        """Yield pieces of parameters with their states, to be updated in place before the next are asked for.
+        """Yield pieces of parameters with their states, to be updated in place before the next are yielded.
 
-        States that are in memory go to disk on the way, of all parameters.
+        States of all parameters that are in memory go to disk meanwhile.
 
         Args:
             states: The states of the optimizer.

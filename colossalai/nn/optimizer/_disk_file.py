@@ -2,8 +2,9 @@
 
 [Note: private folders]
 Each offload has a folder of its own, with a file `owner` that the process keeps locked. The kernel releases
-the lock when the process ends, however it ends: a folder whose `owner` can be locked is a leftover. A process
-identifier in the name could not tell, for it may be given to another process, in another container too.
+the lock when the process ends, even by a signal: a folder whose `owner` can be locked is a leftover. A
+    process
+identifier in the name would not do: it may be reused, in another container too.
 """
 
 import errno
@@ -21,22 +22,22 @@ from torch import Tensor
 from colossalai.logging import get_dist_logger
 
 PAGE = 4096
-"""Offsets and lengths of reads and writes are multiples of it, as `O_DIRECT` asks."""
+"""Offsets and lengths of reads and writes are multiples of it, as `O_DIRECT` requires."""
 
 _PREFIX = "colossalai-states-"
 _OWNER = "owner"
 
 
 class PrivateFolder:
-    """A folder that goes with this object, with the process, or, after a crash, at the next start.
+    """A folder that is removed with this object, with the process, or, after a crash, at the next start.
 
     See [Note: private folders].
 
     Args:
-        parent: Where to make it; it is made if it is not there. None for the system's temporary folder.
+        parent: Parent folder, made if it does not exist. None for the system's temporary folder.
 
     Raises:
-        OSError: `parent` is no folder, or the private folder cannot be made.
+        OSError: `parent` is not a folder, or the private folder cannot be made.
 
     Attributes:
         path: The folder.
@@ -45,11 +46,11 @@ class PrivateFolder:
     def __init__(self, parent: str | Path | None) -> None:
         root = Path(tempfile.gettempdir() if parent is None else parent).absolute()
         if root.exists() and not root.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, "nvme_offload_dir is no folder", str(root))
+            raise NotADirectoryError(errno.ENOTDIR, "nvme_offload_dir is not a folder", str(root))
         try:
             root.mkdir(parents=True, exist_ok=True)
             _remove_leftovers(root)
-            # Under a name that nobody takes for a leftover, until it is locked.
+            # Until it is locked, under a name that is not removed as a leftover.
             new = Path(tempfile.mkdtemp(prefix=f".new-{_PREFIX}{os.getpid()}-", dir=root))
             owner = os.open(new / _OWNER, os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -63,7 +64,7 @@ class StateFile:
     """A file of a fixed size, full of zeros at first.
 
     Args:
-        path: Where to make it.
+        path: Its path.
         size: Its bytes, a multiple of `PAGE`. The disk's space is taken at once.
         direct: Whether to go past the page cache, if the file system can.
 
@@ -97,7 +98,7 @@ class StateFile:
         return torch.frombuffer(self._mapping, dtype=dtype, count=numel, offset=offset)
 
     def forget_pages(self) -> None:
-        """Give back the memory of what was read through `tensor`; nothing is lost."""
+        """Release the memory of pages read through `tensor`; nothing is lost."""
         self._mapping.madvise(mmap.MADV_DONTNEED)
 
     def read(self, buffer: memoryview, offset: int) -> None:
@@ -127,7 +128,7 @@ class StateFile:
 
 
 def explained(error: OSError, path: Path, *, needed: int) -> OSError:
-    """Return an error of the same kind that says which file, how much it needs, and how much there is."""
+    """Return an error of the same type whose message has the file, the bytes needed and the bytes free."""
     folder = next(parent for parent in (path, *path.parents) if parent.is_dir())
     free = shutil.disk_usage(folder).free
     what = f"{needed} bytes needed" if needed else "a folder cannot be made"

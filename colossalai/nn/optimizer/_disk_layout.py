@@ -18,13 +18,13 @@ MASTER = "master"
 
 @dataclass(frozen=True, eq=False)
 class DiskPiece:
-    """The elements `start` to `stop` of a parameter, as they lie in memory, in a block.
+    """The elements `start` to `stop` of a parameter, in memory order, in a block.
 
     Attributes:
         param: The parameter.
         start: Its first element.
         stop: The element behind the last one.
-        offset: Where its states begin in the block, in bytes.
+        offset: Offset of its states in the block, in bytes.
     """
 
     param: Tensor

@@ -22,7 +22,7 @@ class FusedAdam(SetGradNone, Adam):
         adamw_mode: Whether the decay is decoupled as in AdamW, and not a part of the gradient.
         weight_decay: Weight decay.
         amsgrad: Not supported.
-        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+        set_grad_none: Default of `set_to_none` in `zero_grad`.
 
     Raises:
         ValueError: `lr`, `eps` or `weight_decay` is negative, a rate of `betas` is not in [0, 1), or

@@ -27,7 +27,7 @@ class FusedLAMB(SetGradNone, Lamb):
         amsgrad: Not supported.
         adamw_mode: Whether the decay is a part of the update, and not of the gradient.
         grad_averaging: Whether a gradient enters the first average with weight 1 - beta1, and not 1.
-        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+        set_grad_none: Default of `set_to_none` in `zero_grad`.
         max_grad_norm: The norm of all gradients that this process holds is clipped to it before the update;
             0 to leave them. Under a method that cuts or spreads parameters, give 0, and clip where the
             norm over all ranks is known: `clip_grad_norm` of the config, `max_norm` of a plugin.
@@ -61,7 +61,7 @@ class FusedLAMB(SetGradNone, Lamb):
         self.set_grad_none = set_grad_none
         self.max_grad_norm = max_grad_norm
         self.use_nvlamb = use_nvlamb
-        self._grad_scale: Tensor | None = None  # within a step: what clips the gradients
+        self._grad_scale: Tensor | None = None  # within a step: the clipping factor
         super().__init__(
             params,
             lr,

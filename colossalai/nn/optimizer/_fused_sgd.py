@@ -29,11 +29,11 @@ class FusedSGD(SetGradNone, SteppingOptimizer):
         params: Parameters, or groups of them with their own options.
         lr: Learning rate.
         momentum: Rate of the momentum.
-        dampening: How much of the gradient does not enter the momentum.
+        dampening: Fraction of the gradient that does not enter the momentum.
         weight_decay: Weight decay.
         nesterov: Whether to look ahead along the momentum.
         wd_after_momentum: Whether the weight decay does not enter the momentum.
-        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+        set_grad_none: Default of `set_to_none` in `zero_grad`.
 
     Raises:
         ValueError: `lr`, `momentum` or `weight_decay` is negative, or `nesterov` is set without momentum or

@@ -14,7 +14,7 @@ from colossalai.registry import OPTIMIZERS
 class HybridAdam(Adam):
     """Adam on torch's fused kernels, for parameters on the host, on accelerators, or on both.
 
-    A parameter is updated where it lies. Its gradient lies there too.
+    A parameter is updated on its device. Its gradient is there too.
 
     Args:
         model_params: Parameters, or groups of them with their own options.
@@ -26,8 +26,8 @@ class HybridAdam(Adam):
         adamw_mode: Whether the decay is decoupled as in AdamW, and not a part of the gradient.
         nvme_offload_fraction: The fraction of the states that is in files, by whole parameters. Only states
             in the memory of the host can be.
-        nvme_offload_dir: Where those files go, in a private folder; None for the system's temporary folder.
-        nvme_options: How they are read and written.
+        nvme_offload_dir: Parent of the private folder of those files; None for the system's temporary folder.
+        nvme_options: Options of reading and writing them.
 
     Raises:
         ValueError: `lr`, `eps` or `weight_decay` is negative, a rate of `betas` is not in [0, 1), or

@@ -86,7 +86,7 @@ class Lamb(SteppingOptimizer):
         torch._foreach_add_(params, updates)
 
     def _gradients(self, params: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-        """Return what enters the averages."""
+        """Return the gradients to average."""
         return [param.grad for param in params if param.grad is not None]
 
     def _average(self, averages: list[Tensor], grads: list[Tensor], beta1: float) -> None:
@@ -114,7 +114,7 @@ class Lamb(SteppingOptimizer):
         self._average(averages, grads, beta1)
         torch._foreach_mul_(square_averages, beta2)
         torch._foreach_addcmul_(square_averages, grads, grads, 1 - beta2)
-        # Each parameter has its own step: one that was frozen for a while is behind the others.
+        # Each parameter has its own step: one that was frozen for a while has a lower one.
         steps = [state["step"].item() if group["bias_correction"] else math.inf for state in states]
         roots = torch._foreach_sqrt(square_averages)
         torch._foreach_div_(roots, [math.sqrt(1 - beta2**step) for step in steps])

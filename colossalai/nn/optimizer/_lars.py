@@ -6,9 +6,9 @@ For a parameter w with gradient g and momentum buffer u
     u = momentum * u + lr * ratio * (g + weight_decay * w)
     w = w - u
 
-with 2-norms of the whole tensors. Where |w| or |g| is 0 the ratio is 1. The learning rate stands inside the
-momentum, as in the paper and unlike in `torch.optim.SGD`: after a change of the rate the buffer still moves
-with the old one.
+with 2-norms of the whole tensors. Where |w| or |g| is 0 the ratio is 1. The learning rate is inside of the
+momentum, as in the paper and unlike in `torch.optim.SGD`: after a change of the rate the buffer still has the
+old one.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""What the optimizers here have in common: the step around an update, and what `zero_grad` does."""
+"""Common parts of the optimizers here: the step around an update, and the default of `zero_grad`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -28,7 +28,7 @@ class SteppingOptimizer(Optimizer, ABC):
             closure: Computes the loss and the gradients anew.
 
         Returns:
-            What `closure` returns, None without one.
+            The result of `closure`, None without one.
 
         Raises:
             ValueError: A gradient is sparse.
@@ -52,10 +52,10 @@ class SteppingOptimizer(Optimizer, ABC):
 
 
 class SetGradNone(Optimizer):
-    """Abstract: an optimizer that is told when it is built what `zero_grad` does.
+    """Abstract: an optimizer with a default of `zero_grad`.
 
     Attributes:
-        set_grad_none: Whether `zero_grad` drops gradients where it is not told.
+        set_grad_none: Default of `set_to_none` in `zero_grad`.
     """
 
     set_grad_none: bool

@@ -1,4 +1,4 @@
-"""What layer-wise optimizers share: a norm is one of the whole tensor, wherever its pieces lie."""
+"""Norms of layer-wise optimizers: of the whole tensor, on any layout of its pieces."""
 
 from collections.abc import Iterable
 
@@ -76,7 +76,7 @@ def whole_norms(tensors: list[Tensor], params: list[Tensor]) -> Tensor:
 
 
 def _spec_of_whole(param: Tensor) -> ShardingSpec | None:
-    """Return the spec of a parameter; that of what it stands for, if it is the only fragment of it."""
+    """Return the spec of a parameter; of its whole tensor if it is the only fragment of it."""
     while (fragment := fragment_of(param)) is not None:
         stands_for, _ = fragment
         assert stands_for.numel() == param.numel(), "a norm of a part of a parameter"

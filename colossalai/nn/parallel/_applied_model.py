@@ -75,15 +75,15 @@ class AppliedModel(TransparentModule):
     def gathered(self, *parts: str | nn.Module | nn.Parameter) -> AbstractContextManager[None]:
         """Return a block within which parameters can be read and written, where a rank holds parts of them.
 
-        All ranks enter and leave it. Afterwards every rank has what one rank has written; where several have
-        written into one chunk, the values of the first of them. Where every rank has whole parameters (DDP,
-        ZeRO stages 1 and 2) it does nothing.
+        All ranks enter and leave it. Afterwards every rank has the values that one rank has written; if
+        several have written into one chunk, those of the first of them. If every rank has whole parameters
+        (DDP, ZeRO stages 1 and 2) it does nothing.
 
         Args:
             parts: Modules or parameters of the model, or their names; default: all.
 
         Raises:
-            ValueError: `parts` holds what the model lacks, or its parameters are DTensors (FSDP).
+            ValueError: `parts` are not all of the model, or its parameters are DTensors (FSDP).
         """
         return self.data.gathered(params_called(self.unwrap(), parts) if parts else None)
 

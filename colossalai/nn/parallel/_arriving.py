@@ -1,7 +1,7 @@
-"""Parameters on their way from the model that a user built to the data method that takes them.
+"""Parameters between the model that a user built and the data method that takes them.
 
 They may be lazy, on another device than the one that computes, or of another dtype than that of the plan.
-Most methods want all of them at once. One that keeps a part of each takes them in runs, so that no device and
+Most methods take all of them at once. One that keeps a part of each takes them in runs, so that no device and
 no tier ever has more than a run as a whole.
 """
 
@@ -19,27 +19,27 @@ class LazyValues(Protocol):
     """What gives a lazily built module its values: first `others`, then `params` in runs, then `end`."""
 
     def others(self) -> None:
-        """Give values to what is no parameter."""
+        """Materialize buffers."""
 
     def params(self, params: Iterable[nn.Parameter]) -> None:
         """Give values to some parameters."""
 
     def end(self) -> None:
-        """Hear that all parameters have their values."""
+        """Called once all parameters have their values."""
 
 
 @final
 class ArrivingParams:
-    """The parameters and buffers of a model, each as it will be when it has come.
+    """The parameters and buffers of a model, each in its final form.
 
-    They come by `all`, or by `buffers`, then `some` for each run, then `end`. What has come stays the same
-    object, and is neither moved nor cast again.
+    They are materialized by `all`, or by `buffers`, then `some` for each run, then `end`. After that each
+    stays the same object, and is neither moved nor cast again.
 
     Args:
         module: The model.
         casts: The dtypes that they get.
-        device: Where they go.
-        lazy: What gives the model its values; None: it has them.
+        device: Their device.
+        lazy: Materializes the model; None: it has its values.
 
     Attributes:
         device: As given.
@@ -85,7 +85,7 @@ class ArrivingParams:
         return Masters(self._masters)
 
     def buffers(self) -> None:
-        """Let everything come that is no parameter."""
+        """Materialize buffers."""
         if not self._are_on_device:
             if self._lazy is not None:
                 self._lazy.others()
@@ -112,6 +112,6 @@ class ArrivingParams:
         return self._casts.cast(params)
 
     def end(self) -> None:
-        """Hear that all parameters have come."""
+        """Called once all parameters are materialized."""
         if self._lazy is not None and not self._are_on_device:
             self._lazy.end()

@@ -1,4 +1,4 @@
-"""Replicated data parallelism whose backwards are told when to synchronize, not its forwards.
+"""Replicated data parallelism that synchronizes by backward, not by forward.
 
 Torch's `DistributedDataParallel` decides in the forward whether its backward synchronizes. In a pipeline the
 forwards of other microbatches lie between a forward and its backward, and a part of the model that never runs
@@ -71,7 +71,7 @@ class _InBuckets(AppliedDataMethod):
     Args:
         module: The module itself.
         reducer: The reducer.
-        buffers_from: The replicas whose first one gives its floating buffers to all; None: nobody does.
+        buffers_from: Replicas whose first one broadcasts its floating buffers; None: no broadcast.
     """
 
     def __init__(self, module: nn.Module, reducer: GradReducer, buffers_from: Axis | None) -> None:
@@ -80,7 +80,7 @@ class _InBuckets(AppliedDataMethod):
         self._buffers_from = buffers_from
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """Say whether the backwards from now on are the last ones before `finish`.
+        """Set whether the backwards from now on are the last ones before `finish`.
 
         May be called between a forward and its backward. Until it is called, and after `finish`, they are.
         """

@@ -1,6 +1,6 @@
 """Flat buckets: the gradients of several parameters in one piece of memory, so that one collective takes all.
 
-The layout only. What is done with a full bucket (an all-reduce, a reduce-scatter) is the business of others.
+The layout only, without the collectives on a full bucket (an all-reduce, a reduce-scatter).
 """
 
 import weakref
@@ -139,7 +139,7 @@ class EarlierMeans:
         replicas: The ranks that see different parts of the batch.
 
     Attributes:
-        factors: Of each parameter that needs one; where it is empty, `scale` and `note` have no effect.
+        factors: Of each parameter that needs one; if it is empty, `scale` and `note` have no effect.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], replicas: Axis) -> None:
@@ -168,7 +168,7 @@ class EarlierMeans:
 
     @torch.no_grad()
     def scale(self, param: torch.Tensor, grad: torch.Tensor | None) -> None:
-        """Scale what is about to be averaged again, if it is a mean.
+        """Scale a gradient that is about to be averaged again, if it is a mean.
 
         Args:
             param: The parameter.
@@ -176,7 +176,7 @@ class EarlierMeans:
         """
         if param not in self._means:
             return
-        mean = self._means.pop(param)  # also where it was dropped: what comes next is no mean
+        mean = self._means.pop(param)  # also if it was dropped: the next gradient is not a mean
         if grad is not None and param.grad is not None and (mean is None or mean() is param.grad):
             grad *= self.factors[param]
 

@@ -1,6 +1,6 @@
-"""A data method, a value of options, and what it becomes when it is applied: an object with state.
+"""A data method, a value of options, and its applied form, an object with state.
 
-The object is told for every backward whether to synchronize, and asked what an optimizer is to update.
+`set_sync` of the applied form comes before each backward; `stand_ins` returns the parameters of an optimizer.
 """
 
 from abc import ABC, abstractmethod
@@ -38,7 +38,7 @@ class DataMethod(ABC):
 
     @property
     def name_in_pairs(self) -> str | None:
-        """What the table of methods that cannot be combined calls it; None: it goes with all of them."""
+        """Its name in the table of methods that cannot be combined; None: it combines with all of them."""
         return None
 
     @property
@@ -79,13 +79,13 @@ class DataMethod(ABC):
             module: The module; it may be changed in place, its parameters may be replaced.
             blocks: The repeated parts of it (transformer blocks, residual blocks).
             replicas: The ranks that see different parts of the batch.
-            arriving: Its parameters and buffers. They have come to the device of this rank, unless the method
-                `takes_runs`; then they come as it asks for them.
+            arriving: Its parameters and buffers. They are on the device of this rank, unless the method
+                `takes_runs`; then it materializes them.
         """
 
 
 class AppliedDataMethod(ABC):
-    """A data method at work on one module: what `DataMethod.apply` returns. It holds all state of the method.
+    """A data method applied to one module, the result of `DataMethod.apply`. It has the method's state.
 
     Args:
         module: The module that computes as the one given does.
@@ -102,7 +102,7 @@ class AppliedDataMethod(ABC):
 
     @abstractmethod
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """Say whether the next forward and its backward synchronize.
+        """Set whether the next forward and its backward synchronize.
 
         Args:
             enabled: Whether they do.
@@ -115,7 +115,7 @@ class AppliedDataMethod(ABC):
     def stand_ins(
         self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
     ) -> StandIns:
-        """Put what is updated into the place of an optimizer's parameters, and return it.
+        """Replace an optimizer's parameters by the tensors to update, and return them.
 
         Args:
             optimizer: An optimizer of the module's parameters; its groups and states are changed in place.
@@ -151,7 +151,7 @@ class AppliedDataMethod(ABC):
     def load_state_dict(
         self, raw: nn.Module, content: Mapping[str, Any], *, strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load what `state_dict` returned; all ranks call it, with the same values.
+        """Load a state dict; all ranks call it, with the same values.
 
         Args:
             raw: The model as it was given.
@@ -171,7 +171,7 @@ def params_called(
     """Return the parameters of parts of a model, each given by its name in the model or as it is.
 
     Raises:
-        ValueError: `parts` holds what is neither a module nor a parameter of `model`.
+        ValueError: `parts` are not all modules or parameters of `model`.
     """
     known: dict[str, nn.Module | nn.Parameter] = dict(model.named_parameters(remove_duplicate=False))
     known.update(model.named_modules())
@@ -183,7 +183,7 @@ def params_called(
             near = get_close_matches(str(given), known, n=3) if isinstance(given, str) else []
             near = near or [name for name, _ in model.named_children()]
             raise ValueError(
-                f"{given!r:.80} is no module and no parameter of this model: give what it has, or its name, "
+                f"{given!r:.80} is not a module or parameter of this model: pass one of them, or a name, "
                 f"such as {', '.join(map(repr, near))}"
             )
         found.update(dict.fromkeys([part] if isinstance(part, nn.Parameter) else part.parameters()))
@@ -195,7 +195,7 @@ class NoSync(AppliedDataMethod):
     """A module whose backwards synchronize nothing."""
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """Nothing to say."""
+        """Do nothing."""
 
 
 def broadcast_from_first(module_or_tensors: nn.Module | Iterable[torch.Tensor], replicas: Axis) -> None:
@@ -212,7 +212,7 @@ def broadcast_from_first(module_or_tensors: nn.Module | Iterable[torch.Tensor], 
 
 
 def broadcast_floating_buffers(module: nn.Module, replicas: Axis) -> None:
-    """Give all ranks that hold a floating buffer that of the first; a broadcast for each dtype and device."""
+    """Broadcast the floating buffers of the first rank that holds them, once for each dtype and device."""
     kinds: dict[tuple[torch.dtype, torch.device, Axis], list[torch.Tensor]] = {}
     for buffer in module.buffers():
         if buffer.is_floating_point():

@@ -1,12 +1,13 @@
-"""Replicated data parallelism: torch's `DistributedDataParallel`, or nothing but equal starting weights.
+"""Replicated data parallelism: torch's `DistributedDataParallel`, or only equal initial weights.
 
 [Note: the order of the first sum]
-Where in a bucket a gradient lies decides in which order an all-reduce over three or more ranks adds it up,
-and so its last bits. `DistributedDataParallel` lays its buckets out anew after its first backward, in the
-order in which that one's gradients came. The first step of a job, and the first one after a checkpoint was
-loaded, would then add up in an order of their own. So the reducer gets its first backward here: one from a
-zero that depends on every parameter, the last one first, which is the order that torch, too, expects of a
-model. The model's own forward is not run, nor are hooks that users have registered on parameters.
+The position of a gradient in its bucket decides in which order an all-reduce over three or more ranks adds it
+up, and so its last bits. `DistributedDataParallel` rebuilds its buckets after its first backward, in the
+order of that one's gradients. The first step of a job, and the first one after a checkpoint was loaded, would
+then
+add up in another order. So the reducer gets its first backward here: one from a zero that depends on every
+parameter, the last one first, which is the order that torch, too, expects of a model. The model's own forward
+is not run, nor are hooks that users have registered on parameters.
 """
 
 import weakref
@@ -38,10 +39,10 @@ class Replicated(DataMethod):
     """Every rank holds the whole model; gradients are averaged in buckets while the backward runs.
 
     The fields are those of `torch.nn.parallel.DistributedDataParallel`. With one replica the module stays
-    bare. Where parameters are cut over a part of the replicas (experts), there is one such wrapper around
-    the other for each set of ranks that share gradients. Gradients are added up in the same order in every
-    step, so that a run which goes on from a checkpoint has the same bits; not with `static_graph=True`, whose
-    first two steps torch reduces in an order of their own.
+    bare. If parameters are cut over a part of the replicas (experts), there are nested wrappers, one for each
+    set of ranks that share gradients. Gradients are added up in the same order in every step, so that a run
+    resumed from a checkpoint has the same bits; not with `static_graph=True`, whose first two steps torch
+    reduces in another order.
     """
 
     broadcast_buffers: bool = True
@@ -83,8 +84,8 @@ class Replicated(DataMethod):
             wrapper = _wrap(inner, sync, {"module." * len(wrappers) + name for name in others}, chosen)
             if sync.axis.size != sync.divisor:
                 wrapper.register_comm_hook(_DividedSum(sync, weakref.ref(means)), _average)
-            # With find_unused_parameters torch never lays the buckets out anew. A static graph is what the
-            # first backward finds, which must be one of the model.
+            # With find_unused_parameters torch never rebuilds the buckets. A static graph is recorded in the
+            # first backward, which must be one of the model.
             if not self.find_unused_parameters and not self.static_graph:
                 _settle_buckets(wrapper)
             wrappers.append(wrapper)
@@ -93,11 +94,11 @@ class Replicated(DataMethod):
 
 @final
 class _Averaging(AppliedDataMethod):
-    """A module whose backwards average its gradients, the forward before saying whether.
+    """A module whose backwards average its gradients if the forward before enabled it.
 
     Args:
         module: The module: the outermost of `wrappers`, if there are any.
-        wrappers: One around the other, the outermost last; each averages other parameters.
+        wrappers: Nested wrappers, the outermost last; each averages other parameters.
         replicas: The ranks that see different parts of the batch.
         means: Of all parameters.
     """
@@ -158,7 +159,7 @@ def _params_of_reducers(wrappers: Sequence[DistributedDataParallel]) -> list[lis
 
 @dataclass(frozen=True, kw_only=True)
 class Unsynchronized(DataMethod):
-    """Every rank holds the whole model; somebody else (a gradient handler) makes the gradients equal."""
+    """Every rank holds the whole model; a gradient handler makes the gradients equal."""
 
     @property
     def label(self) -> str:
@@ -194,7 +195,7 @@ class _Zero(nn.Module):
             if param.requires_grad:
                 is_sparse = param in self._sparse
                 none = nn.functional.embedding(nothing, param, sparse=True) if is_sparse else param[None][:0]
-                total = total + none.sum().abs()  # a real number, whatever the parameter is
+                total = total + none.sum().abs()  # a real number for a parameter of any dtype
         return total
 
 
@@ -210,8 +211,8 @@ def _wrap(
     """Return a module whose backward averages its gradients, but for parameters that are ignored by name."""
     if not ignored:
         return DistributedDataParallel(module, process_group=sync.axis.group, **options)
-    own = getattr(module, DDP_IGNORED, None)  # what the user has named
-    # Torch asks for a parameter of the module itself with a dot before its name.
+    own = getattr(module, DDP_IGNORED, None)  # the names that the user has set
+    # Torch looks up a parameter of the module itself with a dot before its name.
     setattr(module, DDP_IGNORED, [*(own or ()), *ignored, *(f".{name}" for name in ignored)])
     try:
         wrapper = DistributedDataParallel(module, process_group=sync.axis.group, **options)
@@ -224,7 +225,7 @@ def _wrap(
 
 @dataclass(frozen=True)
 class _DividedSum:
-    """What a communication hook of torch knows: how a bucket is summed, and which gradients are means."""
+    """State of a communication hook of torch: how a bucket is summed, and which gradients are means."""
 
     sync: GradientSync
     means: "weakref.ref[EarlierMeans]"
@@ -258,7 +259,7 @@ def _settle_buckets(applied: DistributedDataParallel) -> None:
     module, applied.module = applied.module, _Zero(applied.module)
     try:
         with torch.enable_grad():
-            # The next forward, that of the first step, finds the order and lays out the buckets.
+            # The next forward, that of the first step, rebuilds the buckets in this order.
             applied(next(module.parameters()).device).backward()
     finally:
         applied.module = module

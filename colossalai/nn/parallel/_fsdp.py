@@ -108,8 +108,8 @@ class FullySharded(DataMethod):
         """See the base class."""
         for optimizer in optimizers:
             _refuse_optimizer(optimizer)
-        owners: dict[nn.Parameter, tuple[str, str]] = {}  # of each parameter a name, and the part it is in
-        dtypes: dict[str, dict[torch.dtype, str]] = {}  # of each part its dtypes, and a parameter of each
+        owners: dict[nn.Parameter, tuple[str, str]] = {}  # name and part of each parameter
+        dtypes: dict[str, dict[torch.dtype, str]] = {}  # the dtypes of each part, and a parameter of each
         for part, name, param in _members(module, blocks, replicas):
             first, owner = owners.setdefault(param, (name, part))
             if owner != part:
@@ -192,7 +192,7 @@ def _refuse_complex_or_hooked(name: str, param: nn.Parameter) -> None:
 
 
 def _refuse_hook(name: str, hook: Callable[..., Any]) -> None:
-    """Stand in for `register_hook` of a parameter.
+    """Replace `register_hook` of a parameter.
 
     Raises:
         ValueError: `register_hook` of a parameter is called.
@@ -217,7 +217,7 @@ def _refuse_graph_of_grads(grad: torch.Tensor) -> None:
     Raises:
         ValueError: The backward has `create_graph=True`.
     """
-    if torch.is_grad_enabled():  # which is what `create_graph` means to autograd
+    if torch.is_grad_enabled():  # with `create_graph`
         raise ValueError(
             "a backward with create_graph=True through a model that FSDP shards: the second backward would "
             f"need parameters that FSDP has freed. For a gradient penalty use {_STAGE_1}"
@@ -248,11 +248,11 @@ def _scale(grads: torch.Tensor, *, factor: float) -> None:
 
 
 def _parts(module: nn.Module, blocks: list[nn.Module], replicas: Axis) -> dict[nn.Module, GradientSync]:
-    """Return what is sharded as one, inner parts first, and how the gradients of each are summed.
+    """Return the modules that are sharded as one, inner ones first, and how the gradients of each are summed.
 
     Parts are the blocks, and the rest of the model. A part is sharded over one set of ranks. So a module all
-    of whose parameters others share than the replicas (experts, with LoRA on them) is a part, too. Where only
-    its own are so, whatever it calls is another one.
+    of whose parameters are shared by other ranks than the replicas (experts, with LoRA on them) is a part,
+    too. If only its own are so, its children are parts of their own.
 
     Raises:
         ValueError: The parameters of one module itself are partly cut over data-parallel ranks and partly

@@ -1,4 +1,4 @@
-"""Gradients averaged over replicas, bucket by bucket, while the backward that makes them still runs.
+"""Gradients averaged over replicas, bucket by bucket, during the backward that computes them.
 
 [Note: the order of buckets]
 All ranks must start the all-reduces of a group in the same order, but gradients may come in another order on
@@ -8,8 +8,8 @@ part is told to synchronize, which all ranks do in the same order.
 
 [Note: marks]
 A parameter may have no gradient here and one on another replica; then its average is that of zero and the
-others'. Without one on any replica it must stay without: an optimizer would decay it, or move it by its
-momentum. So behind the gradients of a bucket stands a mark for each parameter, 1 where it has a gradient, and
+others'. Without one on any replica it must get none: an optimizer would decay it, or move it by its
+momentum. So the gradients of a bucket are followed by a mark for each parameter, 1 if it has a gradient, and
 the all-reduce adds up the marks along with the gradients.
 """
 
@@ -25,7 +25,7 @@ from colossalai.nn.parallel._buckets import Bucket, EarlierMeans, call_on_grad, 
 
 
 class GradReducer:
-    """What averages the gradients of a model cut into parts; gradients are views of its buckets.
+    """Averages the gradients of a model cut into parts; gradients are views of its buckets.
 
     Args:
         parts: The parts, each of which has a last backward of its own; a parameter may be in several.
@@ -54,7 +54,7 @@ class GradReducer:
         self._sync_all()
 
     def set_sync(self, enabled: bool, *, part: int | None = None) -> None:
-        """Say whether the backwards from now on are the last ones before `finish`.
+        """Set whether the backwards from now on are the last ones before `finish`.
 
         Args:
             enabled: Whether they are.
@@ -75,7 +75,7 @@ class GradReducer:
             self._enqueue(part)
 
     def finish(self) -> None:
-        """Average what is left, and wait for all; from now on every backward is a last one again."""
+        """Average the remaining gradients, and wait for all; every later backward is a last one again."""
         self._take_unfrozen()
         begun = {*self._started, *self._queue}
         for bucket in (*self._queue, *(bucket for bucket in self._buckets if bucket not in begun)):

@@ -1,4 +1,4 @@
-"""Gradients that the reducer of `DistributedDataParallel` does not average: noticed, and averaged after them.
+"""Gradients that the reducer of `DistributedDataParallel` does not average are detected and averaged here.
 
 [Note: gradients that torch's reducer does not take]
 Torch's reducer takes the gradients of one backward after a forward of its wrapper, of parameters that were
@@ -58,7 +58,7 @@ class UnsyncedGrads:
         self.syncs = True
         # Parameters have numbers, those of a reducer one after the other; frozen ones follow.
         self._numbers: list[range] = []
-        self._expected: set[int] = set()  # what reducers take in the next backward
+        self._expected: set[int] = set()  # parameters that reducers take in the next backward
         self._noticed: set[int] = set()  # reducers that did not take a gradient
         self._graph_task: int | None = None  # the backward at whose end gradients are averaged
         for reducer, params in enumerate(taken):
@@ -77,7 +77,7 @@ class UnsyncedGrads:
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Average what reducers have not taken; collective over the ranks that hold it."""
+        """Average gradients that reducers have not taken; collective over the ranks that hold them."""
         self._graph_task = None
         if not self._are_all_used:  # else there can be a part of a backward that was checkpointed
             self._expected.clear()
@@ -121,7 +121,7 @@ def _on_grad(
     """Called by autograd when a backward has added to the gradient of a parameter.
 
     Args:
-        find_grads: Returns what averages gradients, if it is still there.
+        find_grads: Returns the object that averages gradients, None once it is gone.
         number: The number of the parameter; -1 if it was frozen.
         reducer: The number of its reducer; -1 for none.
         param: The parameter.

@@ -371,7 +371,7 @@ def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(NotADirectoryError, match="nvme_offload_dir is no folder") as caught:
+    with pytest.raises(NotADirectoryError, match="nvme_offload_dir is not a folder") as caught:
         on_disk(make_params(), tmp_path / "file")
     assert caught.value.filename == str(tmp_path / "file")
 

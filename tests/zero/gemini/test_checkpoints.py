@@ -383,7 +383,7 @@ def test_the_wrapper_gives_and_takes_the_whole(num_ranks: int, tmp_path: Path) -
         assert all(good.values()), good
         assert "blocks.0.dwn" in said[0]
         assert "blocks.0.down" in said[0]
-        assert "is no module and no parameter of this model" in said[1]
+        assert "is not a module or parameter of this model" in said[1]
         assert "assign=True" in said[2]
         assert "size mismatch for gain" in said[3]
         assert "Missing key(s)" in said[3]

@@ -10,8 +10,8 @@ goes, and a rank's own loss is
 
     E  sum_e  f_e  (sum of p_e over the tokens of the rank)  R / T
 
-The mean over the ranks is the loss of the batch, whatever number of tokens each has; so the average of
-gradients is its gradient. Under accumulation, and in a pipeline, it is that of each microbatch.
+The mean over the ranks is the loss of the batch, for any numbers of tokens; so the average of gradients is
+its gradient. Under accumulation, and in a pipeline, it is the loss of each microbatch.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,10 +30,10 @@ def auxiliary_loss(routes: Routes, replicas: Axis, *, balance: bool = True, z_we
     """Return this rank's loss, such that the mean over the ranks is that of their tokens together.
 
     Args:
-        routes: What a router said of the tokens of this rank.
+        routes: The router's result for the tokens of this rank.
         replicas: The ranks with other tokens; they all call this.
         balance: Whether uneven use counts.
-        z_weight: What the mean squared logsumexp of the logits is multiplied by.
+        z_weight: Factor of the mean squared logsumexp of the logits.
     """
     num_experts = routes.probabilities.shape[1]
     if not balance and z_weight == 0.0:
@@ -56,7 +56,7 @@ def auxiliary_loss(routes: Routes, replicas: Axis, *, balance: bool = True, z_we
 
 
 def bias_updates(module: nn.Module, replicas: Axis) -> tuple[Callable[[], None], ...]:
-    """Return what moves the biases of the routers of a model after each step; nothing without such routers.
+    """Return the updates of the biases of a model's routers after each step; empty without such routers.
 
     Args:
         module: The model, or a stage of it.

@@ -1,7 +1,7 @@
 """Dispatch of tokens to experts that other ranks hold, without a capacity, and the way back (2006.16668).
 
 A router has chosen k experts for each of T tokens. The choices are T k *slots*, in the order of the
-tokens; a slot that nobody serves (its token was dropped) takes part in nothing. Experts are numbered over
+tokens; a slot that no expert serves (its token was dropped) is ignored. Experts are numbered over
 the ranks of an axis: rank r of p has the experts from r E / p on.
 
     slots  --sort by expert-->  rows  --exchange-->  rows of my experts, by sender
@@ -13,9 +13,9 @@ is left out. Sorting is stable, and a token's results are added in the order of 
 better: two runs are equal bit for bit.
 
 [Note: all ranks take part]
-A rank without tokens, or whose experts nobody chose, sends and receives nothing, but is in each exchange of
-the forward and of the backward. So no line here depends on how many rows there are, and experts compute with
-none of them as well, which gives their weights gradients of zeros and not none.
+A rank without tokens, or whose experts were not chosen, sends and receives nothing, but takes part in each
+exchange of the forward and of the backward. So no line here depends on the number of rows, and experts
+compute without rows as well, which gives their weights gradients of zeros and not none.
 """
 
 from collections.abc import Callable, Sequence
@@ -75,15 +75,15 @@ def dispatch(
     served: Tensor | None = None,
     training: bool = True,
 ) -> Tensor:
-    """Let the chosen experts compute, wherever they are, and add their results by weight.
+    """Compute the chosen experts on their ranks, and add their results by weight.
 
     Collective over the ranks along `EXPERT_AXES`, of which those along `tp` hold the same tokens.
 
     Args:
         hidden: (tokens, features) of this rank.
         experts: (tokens, choices): the numbers of the chosen experts.
-        weights: (tokens, choices): what their results are multiplied by.
-        compute: What this rank's experts do.
+        weights: (tokens, choices): weights of their results.
+        compute: The function of this rank's experts.
         num_experts: Over all ranks.
         mesh: The ranks.
         served: (tokens, choices): whether a choice counts; default: all do.
@@ -96,8 +96,8 @@ def dispatch(
     sharing = mesh.axis("tp") if "tp" in mesh.axes else None
     if sharing is None or sharing.size == 1:
         return _dispatch(hidden, experts, weights, compute, num_experts, mesh.axis("ep"), served)
-    # Each of the ranks with the same tokens takes its part of them. They come without communication; the
-    # gradients, and the results, are gathered. What is left over is padded by slots that nobody serves.
+    # Each of the ranks with the same tokens takes its part of them. It needs no communication; the
+    # gradients, and the results, are gathered. The rest is padded by slots that no expert serves.
     num_tokens = hidden.shape[0]
     if served is None:
         served = torch.ones_like(experts, dtype=torch.bool)
@@ -164,7 +164,7 @@ def _dispatch(
         counts.flatten(), send_sizes=num_own, receive_sizes=num_own, parallel_mode=axis
     ).view(counts.shape)
     num_sent, num_received = counts.sum(1).tolist(), counted.sum(1).tolist()
-    # One name for all of them: what has travelled on is gone, unless the backward needs it.
+    # One name for all of them: a tensor is freed after its exchange, unless the backward needs it.
     rows = exchange_forward_exchange_backward(rows, axis, num_sent=num_sent, num_received=num_received)
     sizes = counted.tolist()
     rows = _regrouped(rows, sizes)
@@ -189,11 +189,11 @@ def _evaluating() -> AbstractContextManager[None]:
 
 
 def sort_slots(experts: Tensor, num_experts: int, served: Tensor | None = None) -> tuple[SlotOrder, Tensor]:
-    """Return the slots in the order of their experts, and how many each expert has, (num_experts,).
+    """Return the slots in the order of their experts, and their numbers by expert, (num_experts,).
 
     Args:
         experts: (tokens, choices).
-        num_experts: How many there are.
+        num_experts: Number of experts.
         served: (tokens, choices), or None for all.
     """
     flat = experts.reshape(-1)
@@ -256,7 +256,7 @@ class _TakeRows(torch.autograd.Function):
 
 
 class _AddByWeight(torch.autograd.Function):
-    """The results of each token's choices, by weight; the type is that of the rows."""
+    """The results of each token's choices, by weight; in the type of the rows."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weights: Tensor, slots: SlotOrder) -> Tensor:
@@ -288,8 +288,8 @@ class _AddByWeight(torch.autograd.Function):
 
 
 def _blocks(rows: Tensor) -> list[slice]:
-    """Return parts of rows that are small enough for what is computed of them to stay in a core's cache."""
-    if rows.device.type != "cpu":  # where each step costs a launch
+    """Return parts of rows that are small enough for their results to stay in a core's cache."""
+    if rows.device.type != "cpu":  # each step costs a launch there
         return [slice(None)]
     size = max(1, _BLOCK // max(1, rows.shape[1]))
     return [slice(begin, begin + size) for begin in range(0, len(rows), size)]

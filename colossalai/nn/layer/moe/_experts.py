@@ -1,13 +1,12 @@
 """Experts of any class, spread over ranks: each parameter of all of them is one tensor, cut along its dim 0.
 
-Who looks at parameters (norms, ZeRO, checkpoints) finds tensors (experts, ...) with a spec, under the names
-that the parameters of one expert have. What computes is one expert without values, called with those of each
-expert in turn.
+Norms, ZeRO and checkpoints find tensors (experts, ...) with a spec, under the names of one expert's
+parameters. The computation uses one expert without values, called with the values of each expert in turn.
 
 [Note: how experts start]
 Expert number e of a layer is drawn from a state of its own, which follows from the seed of `moe_set_seed`,
 from a number that the layer draws when it is built (the same on all ranks), and from e. So experts differ
-from each other, and a model starts from the same values whatever ranks share its experts.
+from each other, and a model starts from the same values for any ranks that share its experts.
 """
 
 import inspect
@@ -27,7 +26,7 @@ from colossalai.tensor import ParameterHolder, SpecKeeper, cut_dims, set_built_f
 
 
 class MoeExperts(SpecKeeper):
-    """Base of what a `MoeLayer` takes as its experts.
+    """Base of the experts of a `MoeLayer`.
 
     Args:
         num_experts: Over all ranks.
@@ -73,7 +72,7 @@ class MoeExperts(SpecKeeper):
         return self.mesh.axis_rank(self.axes) if self.axes else 0
 
     def forward(self, hidden: Tensor, routes: Routes) -> Tensor:
-        """Return for each token (tokens, features) the sum of what its experts say, by weight; collective."""
+        """Return for each token (tokens, features) the weighted sum of its experts' results; collective."""
         raise NotImplementedError(f"{type(self).__name__} is MoeExperts and must define forward")
 
     def extra_repr(self) -> str:
@@ -112,13 +111,14 @@ class Experts(MoeExperts):
     """Experts of one class.
 
     Args:
-        expert: The class, or what else returns a module: `forward(x)` maps (rows, width) to the same width.
+        expert: The class, or another callable that returns a module: `forward(x)` maps (rows, width) to the
+            same width.
         num_experts: Over all ranks.
-        expert_args: What `expert` is called with.
+        expert_args: Arguments of `expert`.
 
     Raises:
-        ValueError: `num_experts` is as `MoeExperts` says, or the ranks do not divide it; `expert` returns no
-            module with a `forward(x)`, or one with buffers, or with parameters that are cut.
+        ValueError: `num_experts` is refused by `MoeExperts`, or the ranks do not divide it; `expert` returns
+            no module with a `forward(x)`, or a module with buffers or sharded parameters.
     """
 
     def __init__(self, expert: Callable[..., nn.Module], num_experts: int, **expert_args: Any) -> None:
@@ -196,7 +196,7 @@ class Experts(MoeExperts):
 
 
 def _check_expert(one: object, expert: Callable[..., object]) -> None:
-    """Refuse what cannot be one of many experts."""
+    """Refuse a module that cannot be one of many experts."""
     name = getattr(expert, "__name__", type(expert).__name__)
     if not isinstance(one, nn.Module):
         raise ValueError(f"expert={name} returned a {type(one).__name__}; it must return a torch.nn.Module")

@@ -1,8 +1,8 @@
 """Feed-forward experts, whose products are computed for all experts of a rank at a time.
 
-`FFNExperts` are cut between experts: a rank has whole ones, and tokens travel to them. `TPExperts` are cut
-within: a rank has a part of the inner width of all experts, and every token goes to all ranks, which add what
-they find. The whole parameters are the same, so a checkpoint of one loads into the other.
+`FFNExperts` are cut between experts: a rank has whole ones, and tokens are sent to them. `TPExperts` are cut
+within: a rank has a part of the inner width of all experts, and every token is sent to all ranks, which add
+their results. The whole parameters are the same, so a checkpoint of one loads into the other.
 """
 
 import math
@@ -105,7 +105,7 @@ class FFNExperts(FeedForwardExperts):
         drop_rate: Of the dropout behind the activation, and behind the result.
 
     Raises:
-        ValueError: The ranks do not divide `num_experts`, or it is as `MoeExperts` says.
+        ValueError: The ranks do not divide `num_experts`, or `MoeExperts` refuses it.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class TPExperts(FeedForwardExperts):
         drop_rate: Of the dropout behind the activation, and behind the sum of a token's results.
 
     Raises:
-        ValueError: The ranks do not divide `d_ff`, or `num_experts` is as `MoeExperts` says.
+        ValueError: The ranks do not divide `d_ff`, or `MoeExperts` refuses `num_experts`.
     """
 
     def __init__(
@@ -173,7 +173,9 @@ class TPExperts(FeedForwardExperts):
         if "ep" in self.axes:
             axis = self.mesh.axis("ep")
             counts = all_gather(torch.tensor([num_tokens], device=hidden.device), 0, axis)
-            missing = int(counts.max()) - num_tokens  # rows that nobody serves make the parts equal
+            missing = (
+                int(counts.max()) - num_tokens
+            )  # padding rows, which no expert serves, make the parts equal
             served = torch.ones_like(experts, dtype=torch.bool) if served is None else served
             everyone, all_weights = (
                 gather_forward_scatter_backward(functional.pad(tensor, (0, 0, 0, missing)), axis, 0)

@@ -1,4 +1,4 @@
-"""A linear layer for each group of rows: what the experts of a rank compute.
+"""A linear layer for each group of rows: the products of a rank's experts.
 
 Rows x (R, in) come sorted by expert, n_e of them for expert e, whose matrix is W_e:
 
@@ -6,9 +6,9 @@ Rows x (R, in) come sorted by expert, n_e of them for expert e, whose matrix is 
 
 [Note: products of groups]
 Many groups go to `torch.nn.functional.grouped_mm` in one call, which on CPU multiplies one after the other,
-as we would, without a call from Python for each: with 256 small experts that is a third of the time. It asks
-that rows begin at multiples of 16 bytes, knows no float64, and takes time for groups without rows. So where
-it does not fit, or on CPU up to 16 groups have rows, each of those is multiplied by a call of its own, into
+without a call from Python for each: with 256 small experts that is a third of the time. It requires rows at
+multiples of 16 bytes, does not support float64, and takes time for groups without rows. So if it does not
+apply, or on CPU up to 16 groups have rows, each of those is multiplied by a call of its own, into
 its part of the result. On CPU, half-precision operands are multiplied in float32 where that is faster: all of
 float16, and bfloat16 where products are small. The sums are then the same, and rounded at the end.
 `docs/design/moe.md` has the figures.
@@ -51,13 +51,13 @@ def grouped_linear(
     """Apply the matrix of each expert to its rows.
 
     Differentiable once in `rows`, `weight` and `bias`; a second derivative raises torch's own error. The
-    gradient of the weight is one tensor, with zeros for an expert without rows, also if nobody has any. Under
-    autocast operands are cast as by `torch.nn.functional.linear`.
+    gradient of the weight is one tensor, with zeros for an expert without rows, also if no expert has any.
+    Under autocast operands are cast as by `torch.nn.functional.linear`.
 
     Args:
         rows: (R, in), sorted by expert.
         weight: (experts, out, in).
-        sizes: How many rows each expert has; their sum is R.
+        sizes: Number of rows of each expert; their sum is R.
         bias: (experts, out), or None.
         transposed: Whether `weight` is (experts, in, out).
 
@@ -103,7 +103,7 @@ def _require_fitting(
 
 @dataclass(frozen=True)
 class _Groups:
-    """Where groups of rows begin and end, and how to multiply them; see [Note: products of groups].
+    """Offsets of groups of rows, and the way to multiply them; see [Note: products of groups].
 
     Attributes:
         ends: The end of each group, as `grouped_mm` wants it.
@@ -121,7 +121,7 @@ class _Groups:
 
     @classmethod
     def of(cls, sizes: Sequence[int], rows: Tensor, weight: Tensor) -> "_Groups":
-        """Return what follows from the sizes of groups, and from what is multiplied."""
+        """Return the groups of some sizes, for these operands."""
         ends = list(accumulate(sizes))
         busy = [
             (number, end - size, end)

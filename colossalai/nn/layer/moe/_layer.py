@@ -105,25 +105,25 @@ class MoeLayer(AddsLosses):
 
 
 class MoeModule(nn.Module):
-    """A `MoeLayer` with router and experts of its own, and beside it, if asked for, one that sees all tokens.
+    """A `MoeLayer` with router and experts of its own, and optionally a residual expert for all tokens.
 
-    With `use_residual` the result is that of the experts and that of the one beside them, by two weights that
-    a softmax over a linear layer gives each token (2201.05596).
+    With `use_residual` the results of the experts and of the residual expert are added, by two weights of a
+    softmax over a linear layer for each token (2201.05596).
 
     Args:
         dim_model: The width of tokens.
         num_experts: The number of experts.
-        top_k: How many a token chooses: `Top1Router`, `Top2Router`, or `TopKRouter` with a capacity.
+        top_k: Number of experts of a token: `Top1Router`, `Top2Router`, or `TopKRouter` with a capacity.
         capacity_factor_train: See `MoeRouter`.
         capacity_factor_eval: See `MoeRouter`.
         min_capacity: See `MoeRouter`.
         noisy_policy: "Jitter" for `UniformNoiseGenerator`, "Gaussian" for `NormalNoiseGenerator`, or None.
         drop_tks: See `MoeRouter`.
-        use_residual: Whether there is one beside the experts.
-        residual_instance: It; default: another `expert_cls(**expert_args)`.
+        use_residual: Whether there is a residual expert.
+        residual_instance: Residual expert. Default: `expert_cls(**expert_args)`.
         expert_instance: The experts; default: `Experts(expert_cls, num_experts, **expert_args)`.
         expert_cls: The class of an expert.
-        expert_args: What it is called with.
+        expert_args: Arguments of `expert_cls`.
 
     Raises:
         ValueError: `expert_instance` and `expert_cls` are both left out, `residual_instance` is given without

@@ -18,7 +18,7 @@ from colossalai.tensor import nested_tensors
 class AddsLosses(nn.Module):
     """A layer whose forward adds losses: `moe_env.add_loss(loss, layer=self)`, a mean over the rank's batch.
 
-    The base class of `MoeLayer` and of a layer of your own; `MoeLoss` adds the losses to that of the task.
+    The base class of `MoeLayer` and of a layer of your own; `MoeLoss` adds the losses to the task's.
     Wrapped models, and all stages of a pipeline, collect losses if a layer of this class is in them.
     """
 

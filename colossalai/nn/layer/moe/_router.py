@@ -1,8 +1,8 @@
 """Routers: from the logits of a gate to the experts of each token, and by how much their results count.
 
-Logits are taken in float32 or better, whatever the model is in: a softmax over many experts in 16 bits cannot
-tell the second from the third. Noise on the logits tries experts that are nearly chosen. Ranks that hold
-different tokens draw different noise, those that share tokens (along `tp`) the same
+Logits are converted to float32 or better in any model: a softmax over many experts in 16 bits cannot
+distinguish the second from the third. Noise on the logits tries experts that are nearly chosen. Ranks that
+hold different tokens draw different noise, those that share tokens (along `tp`) the same
 (`context.drawing_by_batch`).
 
 The capacity of an expert is the number of choices of a rank that it serves (2006.16668).
@@ -23,13 +23,13 @@ Noise = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Routes:
-    """What a router says of T tokens.
+    """Result of a router for T tokens.
 
     Attributes:
         experts: (T, choices): the numbers of the chosen experts, the first choice first.
-        weights: (T, choices): what their results are multiplied by.
+        weights: (T, choices): weights of their results.
         served: (T, choices): whether a choice counts; None if all do.
-        probabilities: (T, experts): what the choices were made by, with noise.
+        probabilities: (T, experts): the probabilities of the choice, with noise.
         logits: (T, experts): without noise.
     """
 
@@ -44,15 +44,14 @@ class MoeRouter(nn.Module):
     """Base of the routers: the experts with the greatest probabilities, as far as they have capacity.
 
     Args:
-        k_value: How many experts a token chooses.
-        capacity_factor_train: How many choices an expert serves in training: this times its even share,
-            rounded up to be even; counted on each rank for itself.
+        k_value: Number of experts of a token.
+        capacity_factor_train: Capacity of an expert in training: this factor times its even share, rounded up
+            to an even number; counted on each rank separately.
         capacity_factor_eval: The same in evaluation.
-        min_capacity: What it serves at least.
+        min_capacity: Lower bound of the capacity.
         noisy_func: Puts noise on the logits in training; None for none.
         drop_tks: Whether choices beyond the capacity are dropped, those that come last; False: all count.
-        z_loss_weight: What the mean squared logsumexp of the logits (2202.08906) is multiplied by before it
-            is added to the auxiliary loss.
+        z_loss_weight: Factor of the mean squared logsumexp of the logits (2202.08906) in the auxiliary loss.
 
     Raises:
         ValueError: `k_value` or a capacity factor is not positive, or `min_capacity` or `z_loss_weight` is
@@ -128,7 +127,7 @@ class MoeRouter(nn.Module):
         return None
 
     def served(self, experts: Tensor, num_experts: int) -> Tensor | None:
-        """Return which choices (tokens, choices) are served; None if all are, whoever chose what."""
+        """Return which choices (tokens, choices) are served; None if all are in any case."""
         if not self.drop_tks:
             return None
         num_tokens = experts.shape[0]
@@ -188,7 +187,7 @@ class UniformNoiseGenerator:
     """Multiplies logits by uniform noise from 1 - eps to 1 + eps: the jitter of 2101.03961.
 
     Args:
-        eps: How far the factors reach.
+        eps: Largest deviation of the factors from 1.
 
     Raises:
         ValueError: `eps` is negative.
@@ -205,14 +204,14 @@ class UniformNoiseGenerator:
 
 
 def capacity_of(*, num_tokens: int, num_experts: int, num_choices: int, factor: float, least: int) -> int:
-    """Return how many choices an expert serves: choices x tokens x factor / experts, rounded up to be even.
+    """Return the capacity of an expert: choices x tokens x factor / experts, rounded up to an even number.
 
     Args:
         num_tokens: The tokens of this rank.
         num_experts: Over all ranks.
         num_choices: The choices of a token.
         factor: 1 if each expert serves its share and no more.
-        least: What it is at least.
+        least: Lower bound.
     """
     from fractions import Fraction  # which imports decimal: jobs without experts do without
 
@@ -225,12 +224,12 @@ def capacity_of(*, num_tokens: int, num_experts: int, num_choices: int, factor: 
 def serve(experts: Tensor, num_experts: int, capacity: int, *, order: Tensor | None = None) -> Tensor:
     """Return which choices are served, (tokens, choices).
 
-    First choices come before all second ones, and so on; among equals who comes first is served first.
+    First choices come before all second ones, and so on; equal ones are served in the order of tokens.
 
     Args:
         experts: (tokens, choices): the chosen experts.
-        num_experts: How many there are.
-        capacity: How many choices an expert serves.
+        num_experts: Number of experts.
+        capacity: Number of choices that an expert serves.
         order: (tokens,): the tokens in the order in which they come; default: as they are.
     """
     num_tokens, num_choices = experts.shape
@@ -241,7 +240,9 @@ def serve(experts: Tensor, num_experts: int, capacity: int, *, order: Tensor | N
     queue = experts.t().reshape(-1)  # by choice, then by token
     by_expert = torch.argsort(queue, stable=True)
     counts = torch.bincount(queue, minlength=num_experts)
-    before = (counts.cumsum(0) - counts)[queue[by_expert]]  # how many there are for smaller experts
+    before = (counts.cumsum(0) - counts)[
+        queue[by_expert]
+    ]  # number of choices of experts with smaller numbers
     places = torch.empty_like(queue)
     places[by_expert] = torch.arange(len(queue), device=queue.device) - before
     return (places < capacity).view(num_choices, num_tokens).t()

@@ -1,10 +1,10 @@
 """Routers to one expert (2101.03961), to two (2006.16668), and to k without a capacity.
 
 [Note: balance without a loss]
-A bias on the scores, by which experts are chosen and nothing is weighted, moves after each step against the
-load: up by `bias_update_rate` for an expert that had less than the mean, down for one that had more
-(2408.15664, DeepSeek-V3). No gradient is spent on balance. The load is that of all ranks, counted in the
-forwards of a step; a forward that is repeated for the backward is not counted again.
+A bias on the scores, which affects the choice of experts but not their weights, moves after each step against
+the load: up by `bias_update_rate` for an expert with less than the mean load, down for one with more
+(2408.15664, DeepSeek-V3). Balance needs no gradient. The load is counted over all ranks, in the forwards of a
+step; a recomputed forward does not count again.
 """
 
 from collections.abc import Callable
@@ -22,7 +22,7 @@ class Top1Router(MoeRouter):
     """Sends each token to one expert, weighted by its probability (Switch).
 
     Args:
-        capacity_factor_train: See `MoeRouter`, as for all that is not said here.
+        capacity_factor_train: See `MoeRouter`, as for the other arguments without a description.
         capacity_factor_eval: See there.
         min_capacity: See there.
         select_policy: Which tokens an expert serves if there are too many in training: the "first", or
@@ -32,7 +32,7 @@ class Top1Router(MoeRouter):
         z_loss_weight: See there.
 
     Raises:
-        ValueError: `select_policy` is another one, or an argument is as `MoeRouter` says.
+        ValueError: `select_policy` is another one, or `MoeRouter` refuses an argument.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Top2Router(MoeRouter):
         z_loss_weight: See there.
 
     Raises:
-        ValueError: An argument is as `MoeRouter` says.
+        ValueError: `MoeRouter` refuses an argument.
     """
 
     def __init__(
@@ -107,20 +107,21 @@ class TopKRouter(MoeRouter):
     """Sends each token to k experts, all of which serve it unless `drop_tks` is set.
 
     Args:
-        k: How many experts a token chooses.
-        capacity_factor_train: See `MoeRouter`, as for all that is not said here; it counts with `drop_tks`.
+        k: Number of experts of a token.
+        capacity_factor_train: See `MoeRouter`, as for the other arguments without a description; used with
+            `drop_tks`.
         capacity_factor_eval: See there.
         min_capacity: See there.
         noisy_func: See there.
         drop_tks: See there.
         norm_topk_prob: Divide the weights of a token by their sum.
         z_loss_weight: See there.
-        bias_update_rate: How far the bias of an expert moves after each step, say 0.001; 0 for no bias. See
+        bias_update_rate: Change of an expert's bias after each step, for example 0.001; 0 for no bias. See
             [Note: balance without a loss].
         num_experts: The number of experts; needed for the bias.
 
     Raises:
-        ValueError: `bias_update_rate` is given without `num_experts`, or an argument is as `MoeRouter` says.
+        ValueError: `bias_update_rate` is given without `num_experts`, or `MoeRouter` refuses an argument.
     """
 
     e_score_correction_bias: Tensor | None

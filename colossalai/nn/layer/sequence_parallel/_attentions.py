@@ -1,4 +1,4 @@
-"""The attentions over cut sequences as values, so that nobody who uses one asks for its name."""
+"""The attentions over cut sequences as values, so that their callers need no name."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from colossalai.nn.layer.sequence_parallel._ulysses_attention import check_divid
 
 
 class Attend(Protocol):
-    """What `ring_attention` and `ulysses_attention` are; the former says what each argument is."""
+    """Signature of `ring_attention` and `ulysses_attention`; see the former for the arguments."""
 
     def __call__(
         self,
@@ -42,7 +42,7 @@ class SequenceAttention:
     """An attention over sequences that ranks share.
 
     Attributes:
-        name: What it is called in a config.
+        name: Its name in a config.
         attend: The function.
         causal_order: The order of positions in which all ranks have the same work under a causal mask.
         check_heads: Raises ValueError if this number of ranks cannot share sequences of so many heads.

@@ -1,4 +1,4 @@
-"""Dropout masks that belong to positions: drawn again at will, whoever asks, in pieces of any size.
+"""Dropout masks that depend on positions only: they can be drawn again, in pieces of any size.
 
 Whether the weight of key j for query i is dropped is a hash of (seed, sample, head, i, j). So the backward
 draws what the forward drew without keeping it, and neither the number of ranks, nor the order, nor the size
@@ -28,7 +28,7 @@ def draw_seed(axis: Axis, device: torch.device) -> int | torch.Tensor:
 
     Args:
         axis: The ranks that share the sequence.
-        device: Where the seed is needed.
+        device: Device of the seed.
     """
     with drawing_by_batch():
         number = torch.randint(2**62, (), device="cpu")
@@ -52,7 +52,7 @@ def dropout_factors(
         like: A tile (batch, heads, queries, keys); the result has its shape, type and device.
         queries: Their positions.
         keys: Their positions.
-        dropout_seed: What fixes the whole mask; a tensor () on the device of `like`, or a number.
+        dropout_seed: Seed of the whole mask; a tensor () on the device of `like`, or a number.
         dropout_p: From 0 to below 1.
         lanes: (batch, heads), the number of each sample and head; None: they are counted, as all there are.
     """
@@ -66,7 +66,7 @@ def dropout_factors(
 
 
 def numbered_lanes(batch: int, heads: int, *, device: torch.device) -> torch.Tensor:
-    """Return a number for each head of each sample, (batch, heads): whose masks an attention draws."""
+    """Return a number for each head of each sample, (batch, heads), which identifies its mask."""
     return torch.arange(batch * heads, device=device).view(batch, heads)
 
 

@@ -21,9 +21,9 @@ class TokenSpan:
     """Consecutive positions that a rank holds.
 
     Attributes:
-        offset: Where they begin in what the rank holds.
-        start: Where they begin in the whole sequence.
-        size: How many they are.
+        offset: Offset in the rank's tensor.
+        start: Offset in the whole sequence.
+        size: Number of positions.
     """
 
     offset: int
@@ -31,7 +31,7 @@ class TokenSpan:
     size: int
 
     def take(self, tensor: torch.Tensor, dim: int = -2) -> torch.Tensor:
-        """Return a view of these positions of what the rank holds along `dim`."""
+        """Return a view of these positions of the rank's tensor along `dim`."""
         return tensor.narrow(dim, self.offset, self.size)
 
     def positions(self, device: torch.device) -> torch.Tensor:
@@ -40,7 +40,7 @@ class TokenSpan:
 
 
 def spans(order: Order, axis_rank: int, axis_size: int, sub_seq: int, *, longest: int) -> list[TokenSpan]:
-    """Return what a rank holds as spans of at most `longest` positions, in the order that it holds them."""
+    """Return the positions of a rank as spans of at most `longest` positions, in the order of its tensor."""
     chunks = _chunks(order, axis_rank, axis_size)
     chunk_size = sub_seq // len(chunks)
     return [
@@ -68,7 +68,7 @@ def check_order(order: str, sub_seq: int) -> None:
 def zigzag_split(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """Return this rank's positions, in zigzag order, of a tensor that all ranks hold whole.
 
-    In the backward the gradients of all ranks are gathered: every rank gets that of the whole.
+    The backward gathers the gradients of all ranks: every rank gets that of the whole.
 
     Args:
         x: The whole, the same on all ranks.
@@ -111,7 +111,7 @@ def own_positions(
         seq_length: Length of the whole sequence.
         axis: The ranks that share it.
         order: Which positions a rank holds.
-        device: Where the result is.
+        device: Device of the result.
 
     Raises:
         ValueError: The ranks do not divide the sequence, in zigzag order twice their number does not.

@@ -40,15 +40,16 @@ def ring_attention(
 
     Bytes that a rank of p sends, for n elements of k on a rank, e bytes each, a = max(e, 4), and m bytes of
     padding mask (0 without one): forward (p - 1) (2 n e + m), backward (p - 1) (2 n e + m + 2 n a). Each
-    transfer is under way while a block is computed.
+    transfer overlaps the computation of a block.
 
     Args:
         q: Queries of this rank's sub-sequence.
         k: Its keys.
         v: Its values.
         axis: The ranks that share the sequence.
-        causal: A query attends to its own and earlier positions only; what is wholly hidden is left out.
-        key_padding_mask: This rank's slice of it, bool, True for a key that nobody attends to. A query that
+        causal: A query attends to its own and earlier positions only; tiles that are wholly masked are
+            skipped.
+        key_padding_mask: This rank's slice of it, bool, True for a key that is masked. A query that
             sees no key has the result 0.
         dropout_p: Probability that a weight is dropped; pass 0 in evaluation. The mask is a function of one
             seed for all ranks along the axis, and of sample, head and the two positions: it does not depend
@@ -57,8 +58,8 @@ def ring_attention(
         order: Which positions a rank holds: "contiguous", or "zigzag" (`zigzag_split`), which gives all
             ranks the same work under a causal mask.
         tile_size: The most queries, and the most keys, of one tile.
-        lanes: Whole numbers that tell samples and heads apart when masks are drawn, where q has a part of
-            them only, because tensor parallelism cuts them; default: they are counted.
+        lanes: Integers that identify samples and heads in dropout masks if q has a part of them only,
+            because tensor parallelism cuts them; default: they are counted.
         dropout_seed: The seed of the mask, the same on all ranks along the axis; default: it is drawn.
 
     Shape:
@@ -147,7 +148,7 @@ def check_operands(
     tile_size: int,
     lanes: torch.Tensor | None,
 ) -> None:
-    """Refuse what an attention over cut sequences cannot take, before anything is sent.
+    """Check the operands of an attention over cut sequences, before anything is sent.
 
     Raises:
         ValueError: `q`, `k` and `v` differ in shape or dtype, `padding` or `lanes` does not match them, or

@@ -46,7 +46,7 @@ class RingQK(torch.autograd.Function):
             axis: The ring; default: the SEQUENCE axis of the launched job.
 
         Raises:
-            ValueError: `sub_q` or `sub_k` has another shape than the numbers say.
+            ValueError: The shape of `sub_q` or `sub_k` does not match the numbers.
         """
         ctx.axis = axis = _ring(axis)
         rows = batch_size * num_attention_heads
@@ -109,7 +109,7 @@ class RingAV(torch.autograd.Function):
             axis: The ring; default: the SEQUENCE axis of the launched job.
 
         Raises:
-            ValueError: `attention_score` or `sub_v` has another shape than the numbers say.
+            ValueError: The shape of `attention_score` or `sub_v` does not match the numbers.
         """
         ctx.axis = axis = _ring(axis)
         rows = batch_size * num_attention_heads

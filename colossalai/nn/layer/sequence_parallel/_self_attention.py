@@ -14,7 +14,7 @@ from colossalai.nn.layer.sequence_parallel._attentions import ATTENTIONS, RING
 from colossalai.nn.layer.sequence_parallel._scores import RingAV, RingQK
 
 MaskFunction = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(scores, mask) -> scores with what must not be attended to made very small."""
+"""(scores, mask) -> scores in which masked elements are very small."""
 
 
 class SharesSequence(nn.Module):
@@ -37,9 +37,9 @@ class TransformerSelfAttentionRing(SharesSequence):
         apply_query_key_layer_scaling: Divide the scores by `layer_number` in the product and multiply by it
             in the softmax, which is then in float32: no overflow in float16, the same result.
         convert_fp16_to_fp32_in_softmax: Mask and softmax in float32.
-        attn_mask_type: No effect: the mask says it all. It chose a fused kernel.
+        attn_mask_type: No effect: the mask decides. It chose a fused kernel.
         masked_softmax_fusion: No effect: there is no fused kernel to choose.
-        fp16: No effect: the type is that of the input.
+        fp16: No effect: the input decides the type.
         bf16: No effect, as above.
 
     Shape:
@@ -98,7 +98,7 @@ class TransformerSelfAttentionRing(SharesSequence):
 
         Args:
             hidden_states: This rank's sub-sequence.
-            attention_mask: What `attention_mask_func` takes, for this rank's rows and all columns; None for
+            attention_mask: The mask of `attention_mask_func`, for this rank's rows and all columns; None for
                 no mask.
         """
         sub_seq, batch, _ = hidden_states.shape

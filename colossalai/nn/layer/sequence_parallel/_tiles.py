@@ -38,7 +38,7 @@ class ScoreBlock(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Rules:
-    """Who attends to whom, and how.
+    """Options of an attention over shared positions.
 
     Attributes:
         order: Which positions a rank holds.
@@ -49,7 +49,7 @@ class Rules:
         causal: Whether a query attends to its own and earlier positions only.
         scale: Factor of the scores.
         dropout_p: Probability that a weight is dropped.
-        dropout_seed: What fixes which ones.
+        dropout_seed: Seed of their choice.
         lanes: The numbers of samples and heads that do, too; None: they are counted.
     """
 
@@ -156,7 +156,7 @@ class Backward:
         self.grad_q = torch.zeros_like(q)
 
     def add(self, block: ScoreBlock, owner: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the queries of this rank add to the gradients of the keys and values of one rank."""
+        """Return the contribution of this rank's queries to the gradients of one rank's keys and values."""
         grad_k, grad_v = torch.zeros_like(block.k), torch.zeros_like(block.v)
         for queries, keys in self._rules.tiles(owner):
             weights = self._rules.scores(self._q, block, queries, keys)

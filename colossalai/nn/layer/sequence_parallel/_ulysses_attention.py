@@ -45,7 +45,7 @@ def ulysses_attention(
         v: Its values.
         axis: The ranks that share the sequence.
         causal: A query attends to its own and earlier positions only.
-        key_padding_mask: This rank's slice of it, bool, True for a key that nobody attends to. A query that
+        key_padding_mask: This rank's slice of it, bool, True for a key that is masked. A query that
             sees no key has the result 0.
         dropout_p: Probability that a weight is dropped; pass 0 in evaluation. The mask is that of
             `ring_attention` from the same seed.

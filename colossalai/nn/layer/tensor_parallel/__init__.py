@@ -1,4 +1,4 @@
-"""Tensor parallelism: one layer of each kind, times a scheme that says which axes cut what."""
+"""Tensor parallelism: one layer of each kind, times a scheme of the axes that cut its tensors."""
 
 from colossalai.nn.layer.tensor_parallel._batch import own_part as own_part
 from colossalai.nn.layer.tensor_parallel._dropout import DropPath as DropPath

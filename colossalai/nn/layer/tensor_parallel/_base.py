@@ -27,7 +27,7 @@ class ParallelModule(SpecKeeper):
     """
 
     passage: Passage | None = None
-    """How the activation is cut before and behind the layer, where it is one of a mode."""
+    """Cuts of the activation before and behind the layer, if it is one of a mode."""
 
     def __init__(self, mesh: Mesh | None = None) -> None:
         job = launched_job()
@@ -37,12 +37,12 @@ class ParallelModule(SpecKeeper):
 
     @property
     def input_cut(self) -> Cut:
-        """How the input is cut, for a layer that takes the same one."""
+        """Cut of the input, for a layer that takes the same one."""
         return self._known_passage().entry.cut
 
     @property
     def output_cut(self) -> Cut:
-        """How the output is cut."""
+        """Cut of the output."""
         return self._known_passage().output_cut
 
     def _known_passage(self) -> Passage:

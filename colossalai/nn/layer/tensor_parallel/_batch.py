@@ -25,13 +25,13 @@ def check_batch(batch: torch.Tensor, axes: Axes, mesh: Mesh, *, by: str) -> None
 
 
 def own_part(batch: torch.Tensor, axes: Axes, mesh: Mesh, *, by: str) -> torch.Tensor:
-    """Return this rank's part of a batch that nobody differentiates: ids, images, labels.
+    """Return this rank's part of a batch that needs no gradient: ids, images, labels.
 
     Args:
         batch: The whole batch, along dimension 0.
         axes: Axes that cut it, the coarsest cut first.
         mesh: The ranks.
-        by: Who asks, for the message.
+        by: The caller, for the message.
 
     Raises:
         ValueError: The axes do not divide the batch.
@@ -43,7 +43,7 @@ def own_part(batch: torch.Tensor, axes: Axes, mesh: Mesh, *, by: str) -> torch.T
 
 
 def split_batch_2d(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
-    """Return this rank's part of a batch in mode "2d"; the gradient is that of the whole batch.
+    """Return this rank's part of a batch in mode "2d"; its gradient is gathered.
 
     Args:
         input_: The batch, the same on all ranks of the tensor-parallel group.
@@ -66,10 +66,10 @@ def split_batch_3d(input_: torch.Tensor, dim: int = 0) -> torch.Tensor:
 
 
 def reduce_by_batch_2d(input_: torch.Tensor, reduce_mean: bool = False) -> torch.Tensor:
-    """Return the sum, or the mean, of what the ranks found for their parts of a batch in mode "2d".
+    """Return the sum, or the mean, of the ranks' results for their parts of a batch in mode "2d".
 
     Args:
-        input_: A term, of the same shape on all ranks. Its gradient is that of the sum, or of the mean.
+        input_: A term, of the same shape on all ranks. Its gradient is the sum's, or the mean's.
         reduce_mean: Whether to divide by the number of parts.
 
     Raises:
@@ -89,7 +89,7 @@ def reduce_by_batch_3d(input_: torch.Tensor, reduce_mean: bool = False) -> torch
 
 
 def split_tensor_3d(tensor: torch.Tensor, dim: int, parallel_mode: Hashable) -> torch.Tensor:
-    """Return this rank's slice along one parallel mode of "3d"; the gradient is that of the whole.
+    """Return this rank's slice along one parallel mode of "3d"; its gradient is gathered.
 
     Args:
         tensor: The whole, the same on all ranks of the mode.

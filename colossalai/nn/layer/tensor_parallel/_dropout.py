@@ -22,7 +22,7 @@ class ParallelDropout(nn.Dropout):
     Args:
         p: Probability of a zero.
         inplace: Whether to change the input.
-        cut: How an activation without a record is cut; whole where it is not cut at all.
+        cut: Cut of an activation without a record; `Cut()` if it is whole.
     """
 
     def __init__(self, p: float = 0.5, inplace: bool = False, *, cut: Cut) -> None:
@@ -48,7 +48,7 @@ def drawing_by_cut(cut: Cut, mesh: Mesh, tensor_axes: Axes) -> AbstractContextMa
     The state in force agrees along all tensor axes. See [Note: forks of the state in force].
 
     Args:
-        cut: How what is dropped is cut.
+        cut: Cut of the activation.
         mesh: The ranks.
         tensor_axes: All tensor axes of the mesh.
     """
@@ -68,7 +68,7 @@ class DropPath(nn.Module):
 
     Args:
         p: Probability that a sample is zeroed.
-        cut: How an activation without a record is cut; default: as the layer built before leaves it.
+        cut: Cut of an activation without a record; default: the output cut of the layer built before.
 
     Shape:
         Input (batch, ..., features), a slice; output the same.
@@ -87,7 +87,7 @@ class DropPath(nn.Module):
         self.cut = Cut(batch=(cut or current_cut(job.mode)).batch)
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the arguments for `print(model)`."""
         return f"p={self.p}"
 
     def forward(self, branch: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ class ParallelEmbedding(ParallelModule):
     The weight is cut along the features as the activation is, and along the vocabulary by `vocab_axes`. A
     rank then looks up the rows that it has, and the ranks' results are summed: scattered along the batch over
     the axes that cut the batch, by all-reduce over the others. So no rank ever gathers a weight. A vocabulary
-    that the ranks do not divide gets rows that nobody looks up, see `PaddedSpec`.
+    that the ranks do not divide is padded with unused rows, see `PaddedSpec`.
 
     Bytes that a rank sends for an output slice of |y| over p ranks: nothing with a whole vocabulary; (p-1)
     |y| over an axis that also cuts the batch and as much in the backward, 2 (p-1)/p |y| over another one; and
@@ -34,14 +34,14 @@ class ParallelEmbedding(ParallelModule):
         embedding_dim: Global size of the features.
         padding_idx: An id whose row gets no gradient; a negative one counts from the end.
         dtype: Type of the weight.
-        cut: How the activation is cut.
+        cut: Cut of the activation.
         vocab_axes: Axes that cut the vocabulary, the coarsest cut first.
         mesh: The ranks; default: those of the launched job.
         weight_initializer: Fills the whole weight; default: standard normal, as torch.
         weight: A weight that has been cut, instead of a new one.
 
     Shape:
-        Input (batch, ...) of ids, whole; output (batch, ..., features), a slice as `cut` says.
+        Input (batch, ...) of ids, whole; output (batch, ..., features), a slice by `cut`.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class ParallelEmbedding(ParallelModule):
         )
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the arguments for `print(model)`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, weight {tuple(self.weight.shape)}"
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -151,14 +151,14 @@ class ParallelPatchEmbedding(ParallelModule):
         dtype: Type of the parameters.
         flatten: Whether to return (batch, 1 + patches, embedding); otherwise (batch, embedding, height,
             width) without class token and positions.
-        cut: How the activation is cut.
+        cut: Cut of the activation.
         mesh: The ranks; default: those of the launched job.
         weight_initializer: Fills the whole weight; default: as torch's convolution.
         bias_initializer: Fills the whole bias; default: as torch's convolution.
         position_embed_initializer: Fills the whole positions; default: zeros.
 
     Shape:
-        Input (batch, channels, height, width), whole; output a slice as `cut` says.
+        Input (batch, channels, height, width), whole; output a slice by `cut`.
     """
 
     def __init__(

@@ -1,10 +1,12 @@
-"""What a layer that is being built will be applied to: said by its builder, or taken from the order.
+"""Input cuts of layers under construction: given by the caller, or taken from the order of construction.
 
 A layer's scheme follows from the cut of its input, and its weight is cut when it is built, before any input
-is seen. So it is said what a layer will be applied to: `input_cut=`, or `after=` another layer. Where nothing
-is said, layers that are built one after the other are taken to be applied one after the other: each is built
-for the cut that the one before leaves, and an embedding, or `restart`, begins anew. What was said or taken is
-compared with the activation that comes, see [Note: records of activations].
+is
+seen. So a layer is given the cut of its input: `input_cut=`, or `after=` another layer. Without either,
+layers
+are assumed to be applied in the order of their construction: each is built for the output cut of the one
+before, and an embedding, or `restart`, begins anew. The cut is compared with that of the activation, see
+[Note: records of activations].
 """
 
 from typing import Protocol, runtime_checkable
@@ -18,11 +20,11 @@ from colossalai.nn.layer.tensor_parallel._scheme import LINEAR_SCHEMES, Cut, fir
 
 @runtime_checkable
 class LeavesCut(Protocol):
-    """What can be named as `after=`: a module that knows how it leaves the activation."""
+    """Type of `after=`: a module with an output cut."""
 
     @property
     def output_cut(self) -> Cut:
-        """How its output is cut."""
+        """Cut of its output."""
 
 
 def entry_of(
@@ -39,15 +41,15 @@ def entry_of(
         mode: The tensor mode.
         layer: The layer, for messages.
         in_features: Global size of its input features, None for any.
-        input_cut: What the user says, if anything.
-        after: The layer whose output it takes, if the user says that.
+        input_cut: As the user gave it, if at all.
+        after: The layer whose output it takes, if the user gave it.
 
     Raises:
         ValueError: `input_cut` and `after` are both given, `after` does not know its cut, or the layer built
             before leaves other features.
     """
     if input_cut is not None and after is not None:
-        raise ValueError(f"{layer} got input_cut= and after=: they say the same, so pass one of them")
+        raise ValueError(f"{layer} got input_cut= and after=: pass only one of them")
     if input_cut is not None:
         return RecordEntry(cut=input_cut)
     if after is not None:
@@ -88,7 +90,7 @@ def numbered(kind: str, *sizes: int) -> str:
 
 
 def advance(mode: str | None, cut: Cut, *, layer: str | None = None, features: int | None = None) -> None:
-    """Say how the layer that was just built leaves the activation."""
+    """Set the output cut of the layer that was just built."""
     launched_job().order.points[mode] = Point(cut, layer, features)
 
 
@@ -104,7 +106,7 @@ def restart(mode: str | None) -> Cut:
 
 
 def end_with(mode: str | None, cut: Cut) -> None:
-    """Say how the classifier that was just built leaves its output; the next layer begins a model."""
+    """Set the output cut of the classifier that was just built; the next layer begins a model."""
     launched_job().order.heads[mode] = cut
     launched_job().order.points.pop(mode, None)
 

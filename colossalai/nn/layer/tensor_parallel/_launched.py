@@ -1,7 +1,7 @@
-"""The launched job as a layer sees it that is being built: mesh, tensor mode, device, and the layers before.
+"""The launched job for layers under construction: mesh, tensor mode, device, and the layers before.
 
-This is where layers, losses, metrics and models ask: once, in their constructors, where they are not given a
-mesh. What they need in a forward they keep.
+Layers, losses, metrics and models read it once, in their constructors, if they are not given a mesh. They
+keep the values that a forward needs.
 """
 
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from colossalai.nn.layer.tensor_parallel._scheme import Cut, first_cut
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a model has got to while it is built.
+    """Position in a model under construction.
 
     Attributes:
-        cut: How the layer that was built last leaves the activation.
+        cut: Output cut of the layer that was built last.
         layer: That layer, for messages; None at the beginning of a model.
-        features: How many features it leaves, if it is known.
+        features: Its number of output features, if known.
     """
 
     cut: Cut
@@ -42,7 +42,7 @@ class BuildOrder:
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """What is in force where a layer is built.
+    """Settings in force during the construction of a layer.
 
     Attributes:
         mesh: The ranks; this process alone where nothing has been launched.
@@ -68,7 +68,7 @@ class LaunchedJob:
 
 
 def launched_job() -> LaunchedJob:
-    """Return what is in force here; for constructors of layers that are not given a mesh."""
+    """Return the settings in force here; for constructors of layers that are not given a mesh."""
     layout = global_context.layout
     if layout.plain_layers:
         layout = replace(layout, tensor=1, mode=None)
@@ -86,7 +86,7 @@ def require_mode(mode: str | None, *, by: str) -> None:
 
     Args:
         mode: The mode.
-        by: Who needs it, for the message.
+        by: The caller, for the message.
 
     Raises:
         ValueError: The tensor mode in force is another one.

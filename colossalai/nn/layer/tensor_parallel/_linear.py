@@ -1,6 +1,6 @@
 """The linear layer and its product, once, over a scheme.
 
-[Note: what is kept for the backward]
+[Note: memory kept for the backward]
 For slices of |x| and |w| bytes: |x| + |w| where nothing is gathered, and with panels, which are fetched
 again; q (|x| + |w|) where operands are gathered whole, as in 3D and with `in_panels=False`. To fetch those
 again would take (q-1) (|x| + |w|) more bytes, up to half of what 3D sends in forward and backward. Where
@@ -102,10 +102,10 @@ def _summed_in_chunks(x: torch.Tensor, w: torch.Tensor, axis: Axis, num_chunks: 
 class ParallelMatmul:
     """The product of an activation and a weight along a scheme, with the axes of the scheme found once.
 
-    What a rank keeps for the backward: see [Note: what is kept for the backward].
+    Memory kept for the backward: see [Note: memory kept for the backward].
 
     Args:
-        scheme: How x, w and y are cut, and what moves.
+        scheme: Cuts of x, w and y, and the collectives.
         mesh: The ranks.
     """
 
@@ -136,7 +136,7 @@ class ParallelMatmul:
             x: Slice of the input, (batch, ..., in).
             w: Slice of the weight, (in, out); a transposed view costs nothing.
             bias: Slice of the bias, whose gradient is this rank's.
-            in_panels: Where both operands would be gathered along `in`, fetch one panel of each at a time
+            in_panels: If both operands would be gathered along `in`, fetch one panel of each at a time
                 instead (see [Note: panels]): less memory, more messages.
             num_chunks: Where nothing is gathered, but the product is summed over ranks: compute it in so many
                 parts of the output features, and sum one while the next is computed.
@@ -208,26 +208,26 @@ class ParallelLinear(ParallelModule):
 
     Bytes that a rank sends, forward and backward, for slices of |x|, |w|, |y| bytes over p ranks (q along an
     edge): 1d column 2 (p-1)/p |x|; 1d row 2 (p-1)/p |y|; 2d 3 (q-1) (|x| + |w|); 2.5d the same and 2 (d-1)/d
-    |w|; 3d 2 (q-1) (|x| + |w| + |y|); and for the gradient of a bias what its all-reduce over the batch
-    takes. Bytes that it keeps for the backward: |x| + |w|, in 3d q (|x| + |w|), which are gathered.
+    |w|; 3d 2 (q-1) (|x| + |w| + |y|); and for the gradient of a bias its all-reduce over the batch. Bytes
+    that it keeps for the backward: |x| + |w|, in 3d q (|x| + |w|), which are gathered.
 
     Args:
         in_features: Global size of the input features.
         out_features: Global size of the output features.
         bias: Whether to add a bias.
         dtype: Type of the parameters.
-        scheme: How it is computed; its weight is stored (out, in) as torch does where `weight_is_transposed`.
+        scheme: Cuts and collectives; its weight is stored (out, in) as in torch if `weight_is_transposed`.
         mesh: The ranks; default: those of the launched job.
         weight_is_transposed: Whether the weight is stored (out, in).
         in_panels: See `ParallelMatmul`.
-        padded: Whether output features that the ranks do not divide are padded, see `PaddedSpec`; what the
-            padding would give is minus infinity, which no softmax sees.
+        padded: Whether output features that the ranks do not divide are padded, see `PaddedSpec`; the output
+            for the padding is minus infinity, which a softmax ignores.
         weight_initializer: Fills the whole weight, (out, in); default: as torch.
         bias_initializer: Fills the whole bias; default: as torch.
         weight: The weight of another layer to be shared, such as an embedding's; cut as this layer needs it.
 
     Shape:
-        Input (batch, ..., in), output (batch, ..., out): slices as `scheme.x` and `scheme.y` say.
+        Input (batch, ..., in), output (batch, ..., out): slices by `scheme.x` and `scheme.y`.
 
     Raises:
         ValueError: The axes do not divide the features.
@@ -257,7 +257,7 @@ class ParallelLinear(ParallelModule):
         self.in_panels = in_panels
         self.num_chunks = 1  # see `ParallelMatmul`
         self.gather_output = False  # whether every rank gets all output features
-        self.skip_bias_add = False  # whether the bias is left to the caller, who gets both
+        self.skip_bias_add = False  # whether `forward` returns the output and the bias
         self._output_rank = self.mesh.axis_rank_in_order(scheme.y.features)
         self._output_axes = tuple(map(self.mesh.axis, scheme.y.features))  # the coarsest cut first
         self._matmul = ParallelMatmul(scheme, self.mesh)

@@ -49,14 +49,14 @@ class ModeLinear(ParallelLinear):
         bias: Whether there is a bias.
         dtype: Type of the parameters.
         gather_output: Whether every rank gets all output features.
-        skip_bias_add: Leave the bias to who takes the output: `forward` returns both.
-        input_cut: How the input is cut.
-        after: The layer to whose output it is applied, which says how.
+        skip_bias_add: `forward` returns the output and the bias, which is not added.
+        input_cut: Cut of the input.
+        after: The layer whose output it takes, instead of `input_cut`.
         options: The initializers and `in_panels` of `ParallelLinear`.
 
     Raises:
-        ValueError: The axes do not divide the features, `input_cut` is none that the mode knows, or the
-            layer built before, which nothing else was said of, cannot be followed.
+        ValueError: The axes do not divide the features, the mode has no such `input_cut`, or its layers
+            cannot follow the layer built before.
     """
 
     passage: Passage
@@ -93,7 +93,7 @@ class ModeLinear(ParallelLinear):
     def _entry(
         self, layer: str, in_features: int, *, input_cut: Cut | None, after: nn.Module | None
     ) -> RecordEntry:
-        """Return how the input is cut; a scheme that is fixed says it itself."""
+        """Return the cut of the input; a fixed scheme has one."""
         if self.fixed_scheme is None or input_cut is not None or after is not None:
             entry = entry_of(self.mode, layer, in_features, input_cut=input_cut, after=after)
             if self.fixed_scheme is not None and entry.cut != self.fixed_scheme.x:
@@ -118,7 +118,7 @@ class Linear1D_Row(ModeLinear):
         bias: Whether to add a bias.
         dtype: Type of the parameters.
         parallel_input: Whether the input is cut already; otherwise the layer takes its slice of a whole one.
-        skip_bias_add: Leave the bias to who takes the output: `forward` returns both.
+        skip_bias_add: `forward` returns the output and the bias, which is not added.
         stream_chunk_num: Number of parts in which the output features are computed, so that one part is
             summed over the ranks while the next one is computed. The result is the same.
         options: `input_cut`, `after` and the initializers of `ParallelLinear`.
@@ -179,8 +179,8 @@ class ModeClassifier(ParallelLinear):
         bias: Whether to add a bias.
         dtype: Type of the parameters.
         gather_output: Whether every rank gets all classes where they are cut.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
-        after: The layer to whose output it is applied, which says how.
+        input_cut: Cut of the input; default: the output cut of the layer built before.
+        after: The layer whose output it takes, instead of `input_cut`.
         options: The initializers and `in_panels` of `ParallelLinear`.
     """
 
@@ -236,8 +236,8 @@ class ModeLayerNorm(ParallelLayerNorm):
         eps: Added to the variance.
         bias: Whether to add a bias.
         dtype: Type of the parameters.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
-        after: The layer to whose output it is applied, which says how.
+        input_cut: Cut of the input; default: the output cut of the layer built before.
+        after: The layer whose output it takes, instead of `input_cut`.
     """
 
     passage: Passage
@@ -336,8 +336,8 @@ class ModeDropout(ParallelDropout):
     Args:
         p: Probability of a zero.
         inplace: Whether to change the input.
-        input_cut: How the input is cut; default: as the layer built before leaves it.
-        after: The layer to whose output it is applied, which says how.
+        input_cut: Cut of the input; default: the output cut of the layer built before.
+        after: The layer whose output it takes, instead of `input_cut`.
     """
 
     mode: ClassVar[str | None]

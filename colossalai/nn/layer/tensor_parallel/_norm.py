@@ -13,7 +13,7 @@ from colossalai.nn.layer.tensor_parallel._scheme import Cut
 class ParallelLayerNorm(ParallelModule):
     """Normalizes the last dimension (1607.06450) of an activation that may be cut along it.
 
-    Where it is cut, mean and variance are two all-reduces over the feature axes of one number for each
+    If it is cut, mean and variance are two all-reduces over the feature axes of one number for each
     position, and two more in the backward. Statistics are in float32 or better.
 
     Args:
@@ -21,11 +21,11 @@ class ParallelLayerNorm(ParallelModule):
         eps: Added to the variance.
         bias: Whether to add a bias.
         dtype: Type of the parameters.
-        cut: How the activation is cut.
+        cut: Cut of the activation.
         mesh: The ranks; default: those of the launched job.
 
     Shape:
-        Input and output (batch, ..., features): slices as `cut` says.
+        Input and output (batch, ..., features): slices by `cut`.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class ParallelLayerNorm(ParallelModule):
             self.bias = self.cut_parameter("bias", torch.zeros_like(ones), (cut.features,))
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the arguments for `print(model)`."""
         return f"{self.normalized_shape}, eps={self.eps}"
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -22,12 +22,12 @@ class ParallelPositionEmbedding(ParallelModule):
     Args:
         num_embeddings: Number of positions.
         embedding_dim: Global size of the features.
-        cut: How the activation is cut that the result is added to.
+        cut: Cut of the activation that the result is added to.
         dtype: Type of the weight.
         mesh: The ranks; default: those of the launched job.
 
     Shape:
-        Input (seq,) of position numbers; output (seq, features), the features a slice as `cut` says.
+        Input (seq,) of position numbers; output (seq, features), the features a slice by `cut`.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class ParallelPositionEmbedding(ParallelModule):
         self.weight = self.cut_parameter("weight", whole, ((), cut.features))
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows."""
+        """Return the arguments for `print(model)`."""
         return f"{self.num_embeddings}, {self.embedding_dim}, weight {tuple(self.weight.shape)}"
 
     def forward(self, positions: torch.Tensor) -> torch.Tensor:
@@ -66,9 +66,9 @@ def PositionEmbedding(
     Args:
         num_embeddings: Number of positions.
         embedding_dim: Global size of the features.
-        input_cut: How the activation is cut that it is added to; default: as the layer built before, the
-            token embedding, leaves it.
-        options: `dtype`, and without a tensor mode what torch's embedding takes.
+        input_cut: Cut of the activation that it is added to; default: the output cut of the layer built
+            before, the token embedding.
+        options: `dtype`, and without a tensor mode the options of torch's embedding.
     """
     mode = launched_job().mode
     if LINEAR_SCHEMES[mode] == LINEAR_SCHEMES[None]:

@@ -1,18 +1,17 @@
-"""Records of how activations are cut, which layers leave on their outputs and read from their inputs.
+"""Records of the cuts of activations, which layers leave on their outputs and read from their inputs.
 
 [Note: records of activations]
-A layer records on its output how it leaves it.
+A layer records the cut of its output on it.
 
 - An output with a graph carries the record in the `metadata` of its node, which torch has for such notes.
-  What is computed from it leads back there: a layer walks from its input to the nearest records, a few nodes.
-  A collective ends the walk, and so does `detach`: whoever moves slices himself, or cuts the graph, has to
-  say what comes of it (`mark_cut`).
-- An output without a graph (`no_grad`, frozen layers) carries it as a `RecordedTensor`, a subclass that hands
-  it on to whatever is computed from it, until the next layer takes it off.
+  A layer finds the nearest records from its input through the graph, a few nodes away. A collective ends the
+  search, and so does `detach`: code that moves slices itself, or detaches the graph, calls `mark_cut`.
+- An output without a graph (`no_grad`, frozen layers) carries it as a `RecordedTensor`, a subclass that
+  passes it on to the results of operations, until the next layer removes it.
 
-The shapes of slices tell a wrong cut in all modes but "3d", where both cuts have slices of one shape. So only
-there records are compared, and subclasses made; elsewhere they tell dropouts which ranks draw alike. An
-activation without a record is, in 3d, taken for the input of a model. Nothing is sent for any of it.
+The shapes of slices reveal a wrong cut in all modes but "3d", where both cuts have slices of one shape. So
+only there records are compared, and subclasses made; in the others they tell dropouts which ranks draw the
+same. An activation without a record is, in 3d, assumed to be the input of a model. It takes no communication.
 """
 
 from collections.abc import Sequence
@@ -37,7 +36,7 @@ _WITHOUT_VALUES = {
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """How an activation is cut, and the layer that says so."""
+    """Cut of an activation, and the layer that recorded it."""
 
     layer: str
     cut: Cut
@@ -51,19 +50,18 @@ def _look_alike(mode: str | None) -> bool:
 
 
 ALIKE = frozenset(mode for mode in LINEAR_SCHEMES if _look_alike(mode))
-"""The modes in which the shape of a slice does not tell how the activation is cut."""
+"""The modes in which the shape of a slice does not determine the cut of the activation."""
 
 _PLAIN = frozenset(mode for mode, schemes in LINEAR_SCHEMES.items() if schemes == LINEAR_SCHEMES[None])
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecordEntry:
-    """How the input of a layer will be cut.
+    """Expected cut of the input of a layer.
 
     Attributes:
-        cut: How.
-        behind: What the layer was built behind, where the order of construction says how; None where the user
-            did.
+        cut: The cut.
+        behind: The layer built before, if the order of construction decides; None if the user gave the cut.
     """
 
     cut: Cut
@@ -72,15 +70,15 @@ class RecordEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Passage:
-    """How the activation is cut before and behind a layer.
+    """Cuts of the activation before and behind a layer.
 
     Attributes:
         mode: The tensor mode.
         layer: The layer, for messages.
-        entry: How its input is cut, and who says so.
-        output_cut: How its output is cut.
+        entry: Cut of its input, and its origin.
+        output_cut: Cut of its output.
         compares: Whether the records of an input are compared with `entry`: its shape would not tell.
-        record: What is noted on an output; None in a mode in which nothing is cut.
+        record: The record on an output; None in a mode in which nothing is cut.
     """
 
     mode: str | None
@@ -121,14 +119,14 @@ class Passage:
         """Return an output with a record of how it is cut."""
         if self.record is None or torch.compiler.is_compiling():
             return y
-        node: Any = y.grad_fn  # whose `metadata` torch's stubs take for a method
+        node: Any = y.grad_fn  # torch's stubs declare its `metadata` as a method
         if node is not None:
             node.metadata[_KEY] = self.record
             return y
         return _recorded(y, (self.record,)) if self.compares and _has_values(y) else y
 
     def hint(self) -> str:
-        """Return what to add to a message about an input of a wrong shape."""
+        """Return the hint in a message about an input of a wrong shape."""
         return "" if self.entry.behind is None else f"; it was built behind {self.entry.behind}: {REMEDY}"
 
     def _refuse(self, what: str) -> None:
@@ -145,11 +143,11 @@ REMEDY = (
 
 
 def mark_cut(y: Tensor, cut: Cut) -> Tensor:
-    """Say how an activation is cut, where slices were moved by other means than layers of `colossalai.nn`.
+    """Record the cut of an activation whose slices were moved by other means than layers of `colossalai.nn`.
 
     Args:
         y: The activation, a slice.
-        cut: How it is cut.
+        cut: Its cut.
 
     Returns:
         The activation, to be used instead.
@@ -157,13 +155,13 @@ def mark_cut(y: Tensor, cut: Cut) -> Tensor:
     Raises:
         ValueError: The axes of `cut` are not those of one tensor mode.
     """
-    own = y.view_as(y)  # the node of `y` belongs to who computed it
+    own = y.view_as(y)  # the node of `y` may have a record of its own
     marked = Passage(mode=_mode_of(cut), layer="mark_cut", entry=RecordEntry(cut=cut), output_cut=cut)
     return marked.leave(_plain(own))
 
 
 def _mode_of(cut: Cut) -> str | None:
-    """Return a mode that has the axes of a cut; what is whole is noted as where records are compared."""
+    """Return a mode that has the axes of a cut; for a whole activation one in which records are compared."""
     axes = {*cut.batch, *cut.features}
     for mode in sorted(LINEAR_SCHEMES, key=lambda mode: mode not in ALIKE):
         if axes <= {*LINEAR_SCHEMES[mode][-1].x.batch, *LINEAR_SCHEMES[mode][-1].x.features}:
@@ -206,7 +204,7 @@ class RecordedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and hand the records on to what it makes."""
+        """Run an operation, and pass the records on to its results."""
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
@@ -260,7 +258,7 @@ def _records_of(x: Tensor) -> Sequence[Record]:
 
 
 def _may_become(cut: Cut, wanted: Cut) -> bool:
-    """Whether it can be cut as wanted without moving slices: what is whole on every rank can."""
+    """Whether it can be cut as wanted without communication, as a whole activation can."""
     return cut.batch in ((), wanted.batch) and cut.features in ((), wanted.features)
 
 

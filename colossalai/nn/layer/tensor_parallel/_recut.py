@@ -1,4 +1,4 @@
-"""Back to the cut that a model began with, where what follows needs it."""
+"""Return to the cut of a model's input, for layers that need it."""
 
 import torch
 from torch import nn
@@ -15,18 +15,18 @@ from colossalai.nn.layer.tensor_parallel._scheme import Axes, Cut
 
 
 class BackToFirstCut(nn.Module):
-    """Brings an activation from the cut that the layer built before leaves to that of a model's input.
+    """Recuts an activation from the output cut of the layer built before to the cut of a model's input.
 
     An odd number of linear layers leaves another cut than the first in modes "1d" and "3d", and a head that
     shares the embedding's weight needs the first. Over the axes that move, the activation is gathered and cut
     again: for a slice |x| and p ranks along them together (p-1) |x| bytes, and as much in the backward of 3d.
 
     Args:
-        input_cut: How the input is cut; default: as the layer built before leaves it.
-        after: The layer to whose output it is applied, which says how.
+        input_cut: Cut of the input; default: the output cut of the layer built before.
+        after: The layer whose output it takes, instead of `input_cut`.
 
     Shape:
-        Input (batch, ..., features) and output: slices as the two cuts say.
+        Input (batch, ..., features) and output: slices by the two cuts.
     """
 
     def __init__(self, *, input_cut: Cut | None = None, after: nn.Module | None = None) -> None:
@@ -41,7 +41,7 @@ class BackToFirstCut(nn.Module):
 
     @property
     def output_cut(self) -> Cut:
-        """How the output is cut."""
+        """Cut of the output."""
         return self.target
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -65,14 +65,14 @@ class BackToFirstCut(nn.Module):
     def _gather(self, x: torch.Tensor, axes: Axes, dim: int) -> torch.Tensor:
         kept = (*self.target.batch, *self.target.features)
         for name in reversed(axes):
-            # An axis that cuts the result elsewhere uses the gathered tensor differently on every rank.
+            # Along an axis that cuts the result, each rank uses the gathered tensor differently.
             gather = gather_forward_scatter_backward if name in kept else gather_forward_split_backward
             x = gather(x, self.mesh.axis(name), dim)
         return x
 
 
 def _not_shared(axes: Axes, other: Axes) -> Axes:
-    """Return the axes after the coarsest ones that both cuts have in common."""
+    """Return the axes after the coarsest ones that both cuts share."""
     shared = 0
     while axes[: shared + 1] == other[: shared + 1] and shared < min(len(axes), len(other)):
         shared += 1

@@ -22,7 +22,7 @@ Axes = tuple[str, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How an activation (batch, ..., features) is cut.
+    """Cut of an activation (batch, ..., features).
 
     Attributes:
         batch: Axes that cut dimension 0, the coarsest cut first.
@@ -35,7 +35,7 @@ class Cut:
 
 @dataclass(frozen=True, kw_only=True)
 class LinearScheme:
-    """How a linear layer is computed over a mesh.
+    """Cuts and collectives of a linear layer over a mesh.
 
     Attributes:
         x: Cut of the input.

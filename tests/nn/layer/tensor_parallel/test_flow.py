@@ -112,7 +112,7 @@ def told(name):
     first = col_nn.Linear(WIDTH, WIDTH)
     beside = col_nn.Linear(WIDTH, WIDTH, input_cut=first.input_cut)
     assert beside.scheme == first.scheme
-    with pytest.raises(ValueError, match="got input_cut= and after=: they say the same"):
+    with pytest.raises(ValueError, match="got input_cut= and after=: pass only one"):
         col_nn.Linear(WIDTH, WIDTH, input_cut=start, after=first)
     with pytest.raises(ValueError, match=r"after=ReLU, which does not know how its output is cut"):
         col_nn.Linear(WIDTH, WIDTH, after=nn.ReLU())
