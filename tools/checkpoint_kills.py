@@ -1,4 +1,4 @@
-"""Kill ranks at random moments while they save checkpoints, and check that none is lost.
+"""Kill ranks at random moments of saves, and check that no checkpoint is lost.
 
     python tools/checkpoint_kills.py --tries 200 --seed 1 --json kills.json
 

@@ -42,8 +42,8 @@ REFUSED = {
     },
     **{
         frozenset({f"sequence {attention}", "experts"}): (
-            "the ranks that share a sequence are no replicas of which each has experts of its own: let these "
-            "ranks be data-parallel ones, or leave expert parallelism out"
+            "the ranks that share a sequence are not replicas with experts of their own: make these ranks "
+            "data-parallel, or leave expert parallelism out"
         )
         for attention in SEQUENCE_ATTENTIONS
     },

@@ -256,7 +256,7 @@ def test_a_weight_needs_to_know_the_ranks():
     optimizer.group.ranks = object()
     with (
         patch("torch.distributed.get_world_size", return_value=2),
-        pytest.raises(ValueError, match="does not know over which ranks gradients are averaged"),
+        pytest.raises(ValueError, match="has no replicas over which gradients are averaged"),
     ):
         optimizer.backward((param.sum(), 2))
 

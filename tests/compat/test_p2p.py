@@ -78,14 +78,23 @@ def _in_pairs():
 
 def _gather_state():
     stage = _launch(2)
-    own = {f"{stage}.weight": _full(stage), f"{stage}.bias": torch.arange(stage + 1.0)}
+    own = {
+        f"{stage}.weight": _full(stage).T,
+        f"{stage}.bias": torch.arange(stage + 1.0, dtype=torch.bfloat16),
+        f"{stage}.empty": torch.empty(0, 2),
+        f"{stage}.step": stage,
+    }
     whole = gather_pipeline_parallel_state_dict(own)
     if stage > 0:
         assert whole == {}
         return
-    assert list(whole) == ["0.weight", "0.bias", "1.weight", "1.bias"]
-    assert torch.equal(whole["1.weight"], _full(1))
-    assert torch.equal(whole["1.bias"], torch.arange(2.0))
+    assert list(whole) == [
+        f"{each}.{name}" for each in (0, 1) for name in ("weight", "bias", "empty", "step")
+    ]
+    assert torch.equal(whole["1.weight"], _full(1).T)
+    assert torch.equal(whole["1.bias"], torch.arange(2.0, dtype=torch.bfloat16))
+    assert whole["1.empty"].shape == (0, 2)
+    assert whole["1.step"] == 1
 
 
 @pytest.mark.parametrize("program", [_pass_along, _both_directions])

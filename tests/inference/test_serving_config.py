@@ -146,7 +146,7 @@ def test_each_key_is_checked() -> None:
 
 def test_the_document_has_each_key() -> None:
     text = (Path(__file__).resolve().parents[2] / "docs/features/served_models.md").read_text()
-    _, _, table = text.partition("| key | default | what it is |\n| --- | --- | --- |\n")
+    _, _, table = text.partition("| key | default | meaning |\n| --- | --- | --- |\n")
     rows = table.partition("\n\n")[0].splitlines()
     assert sorted(key for row in rows for key in re.findall("`(\\w+)`", row.split("|")[1])) == sorted(NAMES)
 

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from colossalai import checkpoint_io
+from colossalai.cluster import gather_values
 from colossalai.context import ParallelMode, global_context, names_arguments
 from colossalai.runtime import ModelWrapper
 
@@ -63,19 +65,43 @@ def gather_pipeline_parallel_state_dict(state_dict: Mapping[str, Any]) -> dict[s
     """Return the state dicts of all stages as one, on the first stage; collective along the pipeline.
 
     Args:
-        state_dict: That of this rank's stage, with the names of the whole model.
+        state_dict: That of this rank's stage, with the names of the whole model: tensors and plain values.
 
     Returns:
-        The entries of all stages, in their order, on the first stage; on others an empty dict.
+        The entries of all stages, in their order, on the first stage, those of other stages on the host; an
+        empty dict on other stages.
+
+    Raises:
+        ValueError: A value of some stage is neither a tensor nor plain; on all stages.
     """
     if not global_context.is_launched or global_context.pipeline_parallel_size == 1:
         return dict(state_dict)
     axis = global_context.axis(ParallelMode.PIPELINE)
-    gathered: list[Any] | None = [None] * axis.size if axis.rank == 0 else None
     group = global_context.get_cpu_group(ParallelMode.PIPELINE)
-    # Every stage sends its entries to the first one, which waits for all of them.
-    dist.gather_object(dict(state_dict), gathered, dst=axis.ranks[0], group=group)
-    return {name: value for stage in gathered or () for name, value in stage.items()}
+    own = [
+        (name, True, (tuple(value.shape), value.dtype))
+        if isinstance(value, torch.Tensor)
+        else (name, False, value)
+        for name, value in state_dict.items()
+    ]
+    stages = gather_values(own, group)
+    # One tensor at a time, which the first stage waits for.
+    if axis.rank > 0:
+        for value in state_dict.values():
+            if isinstance(value, torch.Tensor) and value.numel() > 0:
+                dist.send(value.detach().cpu().contiguous(), axis.ranks[0], group=group)
+        return {}
+    whole = dict(state_dict)
+    for source, entries in zip(axis.ranks[1:], stages[1:], strict=True):
+        for name, is_tensor, content in entries:
+            if is_tensor:
+                shape, dtype = content
+                whole[name] = torch.empty(shape, dtype=dtype)
+                if whole[name].numel() > 0:
+                    dist.recv(whole[name], source, group=group)
+            else:
+                whole[name] = content
+    return whole
 
 
 def _raw_model(model: nn.Module) -> nn.Module:
