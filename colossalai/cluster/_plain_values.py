@@ -190,7 +190,7 @@ def _leaf(value: Any) -> Any:
             return as_base(value)
     raise ValueError(
         f"{repr(value)[:_SHOWN]} is a {type(value).__module__}.{type(value).__qualname__}, which ranks "
-        "cannot tell each other: they can numbers, text, None, tensors, and containers of them"
+        "cannot exchange: pass numbers, text, None, tensors, or containers of them"
     )
 
 

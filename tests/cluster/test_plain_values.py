@@ -91,7 +91,7 @@ def test_equal_values_have_equal_bytes():
 
 @pytest.mark.unit
 def test_what_is_not_plain_is_refused(tmp_path):
-    with pytest.raises(ValueError, match=r"is a .*Runs, which ranks cannot tell each other"):
+    with pytest.raises(ValueError, match=r"is a .*Runs, which ranks cannot exchange"):
         CODEC.encode([Runs(tmp_path / "made")])
     with pytest.raises(ValueError, match="Place"):
         PlainCodec().encode(Place("x", ()))
@@ -171,7 +171,7 @@ def exchange():
     assert [len(each["text"]) for each in found] == [0, 100]
     assert [each["tensor"].numel() for each in found] == [0, 1]
     assert broadcast_value((rank, [None]), source=1) == (1, [None])
-    with pytest.raises(ValueError, match="cannot tell each other"):  # on both, where one has it
+    with pytest.raises(ValueError, match="cannot exchange"):  # on both, where one has it
         gather_values(print if rank else None)
     gpc.destroy()
 

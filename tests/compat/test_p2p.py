@@ -79,7 +79,7 @@ def _in_pairs():
 def _gather_state():
     stage = _launch(2)
     own = {
-        f"{stage}.weight": _full(stage).T,
+        f"{stage}.weight": (torch.arange(6.0).view(SHAPE) + stage).T,
         f"{stage}.bias": torch.arange(stage + 1.0, dtype=torch.bfloat16),
         f"{stage}.empty": torch.empty(0, 2),
         f"{stage}.step": stage,
@@ -91,7 +91,7 @@ def _gather_state():
     assert list(whole) == [
         f"{each}.{name}" for each in (0, 1) for name in ("weight", "bias", "empty", "step")
     ]
-    assert torch.equal(whole["1.weight"], _full(1).T)
+    assert torch.equal(whole["1.weight"], torch.tensor([[1.0, 4.0], [2.0, 5.0], [3.0, 6.0]]))
     assert torch.equal(whole["1.bias"], torch.arange(2.0, dtype=torch.bfloat16))
     assert whole["1.empty"].shape == (0, 2)
     assert whole["1.step"] == 1
