@@ -10,7 +10,7 @@ table over arbitrary indices, with a vectorized kernel of torch. The output of a
 rows of V, each times its probability. The scores of 16 keys are one, too, if the features of keys are stored
 apart: of the rows K[feature, 16 keys], each times that feature of the query. So blocks of K
 are (heads, head_size, block_size), blocks of V (block_size, heads, head_size); nothing is gathered, padded or
-copied, and queries may belong to one sequence or to many. Measured in docs/design/inference.md.
+copied, and queries may belong to one sequence or to many. Measured in docs/design/serving_speed.md.
 
 Prompts have many queries for the same keys: these are products, and use scaled_dot_product_attention.
 
