@@ -150,14 +150,17 @@ class Agreement:
         except Exception as error:  # raised below, after the other ranks know
             own, failure = error, _as_failure(error)
         # Every rank comes here, also one that failed: it sends the kind and the text of its error.
-        told = self._exchange((failure, result if is_told else None))
-        for rank, (others_failure, _) in enumerate(told):
+        results = []
+        for rank, (others_failure, result_of_rank) in enumerate(
+            self._exchange((failure, result if is_told else None))
+        ):
             if others_failure is not None:
                 kind, text = others_failure
                 if own is not None and failure is not None and failure[0] == kind:
                     raise own
                 raise _KINDS[kind](f"rank {rank}: {text}") from own
-        return result, [others_result for _, others_result in told]
+            results.append(result_of_rank)
+        return result, results
 
 
 def _as_failure(error: Exception) -> tuple[str, str]:
@@ -170,11 +173,7 @@ def _nothing() -> Any:
     return None
 
 
-def _over_default_group(value: T, /) -> list[T]:
-    return gather_values(value) if dist.is_available() and dist.is_initialized() else [value]
-
-
-COLLECTIVE = Agreement(_over_default_group, global_rank)
+COLLECTIVE = Agreement(gather_values, global_rank)
 on_every_rank = COLLECTIVE.on_every_rank
 on_writer = COLLECTIVE.on_writer
 results = COLLECTIVE.results

@@ -9,6 +9,12 @@ records of classes that it has named itself.
     anything else                      an object with one key, the form: {"tuple": [...]}, {"dtype": "int64"}
     record                             {"record": 3}, the fourth of a table, so that a record sent twice
                                        is one object at the other end as well
+
+[Note: one message if it is short]
+Most values are short (an outcome, a name, a few numbers), and the latency of a message is their cost. So the
+first all-gather sends the size and the first 1016 bytes of every value; it is the only one if no value is
+longer. Otherwise a second one sends the values, as long as the longest: all ranks have received the same
+sizes, so all of them send it or none does.
 """
 
 import base64
@@ -26,6 +32,10 @@ from torch.distributed import distributed_c10d
 _SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
 _JSON = {type(None), bool, int, float, str}  # types that are their own form
 _SHOWN = 100
+# See [Note: one message if it is short].
+_MESSAGE = 1024  # bytes of the first message
+_SIZE = 8  # of them those of the size
+_SHORT = _MESSAGE - _SIZE
 
 
 class PlainCodec:
@@ -122,24 +132,37 @@ PLAIN = PlainCodec()
 
 
 def gather_bytes(data: bytes, group: dist.ProcessGroup | None = None) -> list[bytes]:
-    """Return the bytes of all ranks of a group, in its order; collective. Two all-gathers: sizes, bytes."""
-    device = distributed_c10d._get_object_coll_device(group)
-    size = torch.tensor([len(data)], dtype=torch.int64, device=device)
-    sizes = [torch.zeros_like(size) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, size, group=group)
-    lengths = [int(each) for each in sizes]
-    own = _as_tensor(data, max(lengths)).to(device)
-    contents = [torch.empty_like(own) for _ in lengths]
-    dist.all_gather(contents, own, group=group)
-    return [_as_bytes(content, length) for content, length in zip(contents, lengths, strict=True)]
+    """Return the bytes of all ranks of a group, in its order; collective.
+
+    See [Note: one message if it is short].
+    """
+    first = _gather_tensors(_as_tensor(len(data).to_bytes(_SIZE, "little") + data[:_SHORT], _MESSAGE), group)
+    messages = [_as_bytes(message, _MESSAGE) for message in first]
+    sizes = [int.from_bytes(message[:_SIZE], "little") for message in messages]
+    if max(sizes) <= _SHORT:
+        return [message[_SIZE : _SIZE + size] for message, size in zip(messages, sizes, strict=True)]
+    contents = _gather_tensors(_as_tensor(data, max(sizes)), group)
+    return [_as_bytes(content, size) for content, size in zip(contents, sizes, strict=True)]
+
+
+def _gather_tensors(own: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+    """Return the tensors of all ranks of a group, which have one shape; an all-gather."""
+    own = own.to(distributed_c10d._get_object_coll_device(group))
+    received = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, own, group=group)
+    return received
 
 
 def gather_values(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     """Return the plain values of all ranks of a group, in its order; collective.
 
+    In a process without process groups, the value itself is the only one.
+
     Raises:
         ValueError: The value of some rank is not plain; on all ranks.
     """
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
     try:
         told = PLAIN.encode({"value": value})
     except ValueError as error:  # the others wait for it

@@ -107,7 +107,7 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
 def machine_of_job(device_type: str) -> Machine:
     """Return the machine of this job; collective over it. Without a job: this host with one rank."""
     own = (platform.node() or socket.gethostname(), os.cpu_count() or 1)
-    ranks = gather_values(own) if dist.is_initialized() else [own]
+    ranks = gather_values(own)
     return Machine(
         hosts=tuple(host for host, _ in ranks),
         cores=tuple(cores for _, cores in ranks),

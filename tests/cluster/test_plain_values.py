@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 import colossalai
 from colossalai.checkpoint_io import TrainingState, save_training_state, wait_for_saves
 from colossalai.checkpoint_io.storage._async_save import _StoreExchange
-from colossalai.cluster import PlainCodec, broadcast_value, gather_values
+from colossalai.cluster import PlainCodec, broadcast_value, gather_bytes, gather_values
 from colossalai.core import global_context as gpc
 from colossalai.pipeline.execution._payload import PayloadSpec
 from tests.ranks import ROOT, run_ranks
@@ -179,6 +179,36 @@ def exchange():
 @pytest.mark.dist
 def test_ranks_exchange_values():
     run_ranks(exchange, 2)
+
+
+def all_gathers():
+    """Return how many all-gathers values of some lengths take; every value has arrived whole."""
+    rank = int(os.environ["RANK"])
+    colossalai.launch_from_torch({}, verbose=False)
+    counts, issue = [], dist.all_gather
+
+    def counted(*args, **kwargs):
+        counts[-1] += 1
+        return issue(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_gather", counted)
+        for lengths in ((0, 0), (1016, 3), (3, 1016), (1017, 3), (3, 1017), (5000, 5000)):
+            counts.append(0)
+            assert gather_bytes(b"x" * lengths[rank]) == [b"x" * length for length in lengths]
+    gpc.destroy()
+    return counts
+
+
+@pytest.mark.dist
+def test_short_values_take_one_all_gather():
+    """All ranks agree on the second one, also where only another rank's value is long."""
+    assert run_ranks(all_gathers, 2) == [[1, 1, 1, 2, 2, 2]] * 2
+
+
+@pytest.mark.unit
+def test_a_process_without_a_job_exchanges_with_none():
+    assert gather_values([1, "two"]) == [[1, "two"]]
 
 
 def keys_of_saves(store):

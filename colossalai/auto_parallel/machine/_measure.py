@@ -167,7 +167,7 @@ class _Meter:
         self.everybody = everybody
         self.device = device
         host = platform.node()
-        hosts = gather_values(host) if dist.is_initialized() else [host]
+        hosts = gather_values(host)
         is_one_thread = device.type == "cpu" and torch.get_num_threads() == 1
         self._clock = time.thread_time if is_one_thread else time.perf_counter
         self._ranks_on_core = max(hosts.count(host) / (os.cpu_count() or 1), 1.0) if is_one_thread else 1.0

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import AdamW
 
 import colossalai
-from colossalai.checkpoint_io import TrainingState, _collective, resume_training_state, save_training_state
-from colossalai.checkpoint_io._collective import Agreement, FullDiskError
+from colossalai.checkpoint_io import TrainingState, resume_training_state, save_training_state
+from colossalai.checkpoint_io._collective import COLLECTIVE, Agreement, FullDiskError
 from colossalai.cluster import gather_values
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
@@ -53,7 +53,7 @@ def exchanges(folder: Path) -> list[int]:
         return gather_values(value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_collective, "gather_values", counted)
+        patch.setattr(COLLECTIVE, "_exchange", counted)
         for step in (1, 2):
             counts.append(0)
             save_training_state(folder, state, step=step, keep_last=1)
