@@ -52,6 +52,7 @@ from colossalai.context._random import get_current_mode as get_current_mode
 from colossalai.context._random import get_seeds as get_seeds
 from colossalai.context._random import get_states as get_states
 from colossalai.context._random import moe_set_seed as moe_set_seed
+from colossalai.context._random import random_state as random_state
 from colossalai.context._random import replay as replay
 from colossalai.context._random import reset_seeds as reset_seeds
 from colossalai.context._random import seed as seed
@@ -63,7 +64,6 @@ from colossalai.context._random import sync_states as sync_states
 from colossalai.context._random import with_seed as with_seed
 from colossalai.context._random_saved import fitting_random_state as fitting_random_state
 from colossalai.context._random_saved import is_of_this_place as is_of_this_place
-from colossalai.context._random_saved import random_state as random_state
 from colossalai.context._random_saved import say_other_layout as say_other_layout
 from colossalai.context._random_saved import set_random_state as set_random_state
 from colossalai.context._supervision import before_end as before_end

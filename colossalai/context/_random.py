@@ -36,7 +36,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 import numpy as np
 import torch
@@ -161,6 +161,38 @@ def sync_states() -> None:
     """Save the state of the generators as the state of the current mode."""
     if process.random.current is not None:
         process.random.states[process.random.current] = generator_state()
+
+
+def random_state() -> dict[str, Any]:
+    """Return every random state of this process (Python, numpy, torch, all modes), for `torch.save`."""
+    assert process.random.current is None or isinstance(process.random.current, ParallelMode | str)
+    return {
+        "python": python_as_plain(random.getstate()),
+        "numpy": numpy_as_plain(np.random.get_state(legacy=True)),
+        "torch": generator_state(),
+        "modes": {mode_name(mode): state for mode, state in get_states().items()},
+        "current": mode_name(process.random.current),
+        "seeds": {mode_name(mode): seed for mode, seed in process.random.seeds.items()},
+        "place": list(process.random.place.ranks),
+        "sizes": list(process.random.place.sizes),
+    }
+
+
+def python_as_plain(state: tuple[Any, ...]) -> list[Any]:
+    """Return a state of `random` with its 625 numbers as one tensor."""
+    version, words, gauss = state
+    return [version, torch.tensor(words), gauss]
+
+
+def numpy_as_plain(state: Any) -> list[Any]:
+    """Return a state of numpy's legacy generator with its numbers as a tensor."""
+    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], state)
+    return [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss]
+
+
+def mode_name(mode: Hashable | None) -> str | None:
+    """Return the name of a mode in saved states."""
+    return mode.value if isinstance(mode, ParallelMode) else None if mode is None else str(mode)
 
 
 def reset_seeds() -> None:

@@ -12,7 +12,7 @@ numbers of an earlier step. A user-defined mode is identified by its first seed.
 import random
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,8 +22,11 @@ from colossalai.context._process import SeedPlace, State, process
 from colossalai.context._random import (
     fresh_state,
     generator_state,
-    get_states,
     mix_seed,
+    mode_name,
+    numpy_as_plain,
+    python_as_plain,
+    random_state,
     set_generator_state,
 )
 
@@ -33,31 +36,16 @@ _NUM_AXES = {ParallelMode.GLOBAL: 0, ParallelMode.DATA: 2, ParallelMode.TENSOR: 
 Saved = Mapping[str, Any]
 
 
-def random_state() -> dict[str, Any]:
-    """Return every random state of this process (Python, numpy, torch, all modes), for `torch.save`."""
-    assert process.random.current is None or isinstance(process.random.current, ParallelMode | str)
-    return {
-        "python": _python_as_plain(random.getstate()),
-        "numpy": _as_plain(np.random.get_state(legacy=True)),
-        "torch": generator_state(),
-        "modes": {_name(mode): state for mode, state in get_states().items()},
-        "current": _name(process.random.current),
-        "seeds": {_name(mode): seed for mode, seed in process.random.seeds.items()},
-        "place": list(process.random.place.ranks),
-        "sizes": list(process.random.place.sizes),
-    }
-
-
 def set_random_state(state: Saved) -> None:
     """Restore a state from `random_state`; modes that do not exist now are skipped."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words.tolist() if isinstance(words, torch.Tensor) else words), gauss))
     name, keys, position, has_gauss, gauss = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
-    by_name = {_name(mode): mode for mode in process.random.states}
-    for mode_name, mode_state in state["modes"].items():
-        if mode_name in by_name:
-            process.random.states[by_name[mode_name]] = dict(mode_state)
+    by_name = {mode_name(mode): mode for mode in process.random.states}
+    for saved_name, mode_state in state["modes"].items():
+        if saved_name in by_name:
+            process.random.states[by_name[saved_name]] = dict(mode_state)
     if state["current"] in by_name:
         process.random.current = by_name[state["current"]]
     set_generator_state(state["torch"])
@@ -65,8 +53,11 @@ def set_random_state(state: Saved) -> None:
 
 def is_of_this_place(state: Saved) -> bool:
     """Return whether a state has this place in a mesh of the same sizes, and the same devices."""
-    same_devices = state["torch"].keys() == generator_state().keys()
-    return same_devices and _place(state) == process.random.place
+    return _is_of_this_place(state, generator_state())
+
+
+def _is_of_this_place(state: Saved, present: State) -> bool:
+    return state["torch"].keys() == present.keys() and _place(state) == process.random.place
 
 
 def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]:
@@ -81,10 +72,11 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
     here = process.random.place
     own = random_state()
     twin = next((state for state in saved if _place(state).ranks == here.ranks), None)
-    is_same_place = len(saved) == 1 and is_of_this_place(saved[0])
+    is_same_place = len(saved) == 1 and _is_of_this_place(saved[0], own["torch"])
+    names = {mode: mode_name(mode) for mode in process.random.states}
     modes = {
-        _name(mode): _of_mode(mode, saved, own["torch"], step=step, is_same_place=is_same_place)
-        for mode in process.random.states
+        name: _of_mode(mode, name, saved, own["torch"], step=step, is_same_place=is_same_place)
+        for mode, name in names.items()
     }
     # Generators outside of all modes start equal on all ranks: if they were still equal, they stay so.
     python = _of_all([state["python"] for state in saved], twin and twin["python"])
@@ -93,10 +85,10 @@ def fitting_random_state(saved: Sequence[Saved], *, step: int) -> dict[str, Any]
     if process.random.current is None:
         torch_state = _complete(None if twin is None else twin["torch"], own["torch"], fresh)
     else:
-        torch_state = modes[_name(process.random.current)]
+        torch_state = modes[names[process.random.current]]
     return {
         **own,
-        "python": _python_as_plain(random.Random(fresh()).getstate()) if python is None else python,
+        "python": python_as_plain(random.Random(fresh()).getstate()) if python is None else python,
         "numpy": _fresh_numpy(fresh()) if numpy is None else numpy,
         "torch": torch_state,
         "modes": modes,
@@ -119,10 +111,15 @@ def say_other_layout(saved: Sequence[Saved], *, step: int) -> str:
 
 
 def _of_mode(
-    mode: Hashable, saved: Sequence[Saved], present: State, *, step: int, is_same_place: bool
+    mode: Hashable,
+    name: str | None,
+    saved: Sequence[Saved],
+    present: State,
+    *,
+    step: int,
+    is_same_place: bool,
 ) -> State:
     """Return the state of a mode on this rank; see `_complete` for `present`."""
-    name = _name(mode)
     holders = [state for state in saved if name in state["modes"]]
     parts: tuple[Any, ...] = (process.random.seeds[mode],)
     if is_same_place:
@@ -162,8 +159,7 @@ def _is_same(first: Any, second: Any) -> bool:
 
 def _seed_of_run(saved: Sequence[Saved]) -> int:
     """Return the seed of a run's launch; this job's if it was not launched."""
-    name = _name(ParallelMode.GLOBAL)
-    found = saved[0].get("seeds", {}).get(name)
+    found = saved[0].get("seeds", {}).get(ParallelMode.GLOBAL.value)
     return int(process.random.seeds.get(ParallelMode.GLOBAL, 0) if found is None else found)
 
 
@@ -178,18 +174,4 @@ def _layout(sizes: tuple[int, int, int]) -> str:
 
 
 def _fresh_numpy(seed: int) -> list[Any]:
-    return _as_plain(np.random.RandomState(seed % 2**32).get_state(legacy=True))
-
-
-def _python_as_plain(state: tuple[Any, ...]) -> list[Any]:
-    version, words, gauss = state
-    return [version, torch.tensor(words), gauss]  # the 625 numbers as one tensor
-
-
-def _as_plain(state: Any) -> list[Any]:
-    name, keys, position, has_gauss, gauss = cast(tuple[Any, ...], state)
-    return [name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss]
-
-
-def _name(mode: Hashable | None) -> str | None:
-    return mode.value if isinstance(mode, ParallelMode) else None if mode is None else str(mode)
+    return numpy_as_plain(np.random.RandomState(seed % 2**32).get_state(legacy=True))
