@@ -166,8 +166,8 @@ class Masters(StandIns):
         finally:
             self.take_weights()  # some may have been loaded in the block
             _exchange(optimizer, self._master_of)
-            for param in params_of(optimizer):
-                _take_from_state(param, optimizer)
+            for tensor in [key for key in optimizer.state if isinstance(key, torch.Tensor)]:
+                _take_from_state(tensor, optimizer)
             self.write_weights()
 
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
@@ -269,14 +269,14 @@ def _exchange(optimizer: Optimizer, successors: Mapping[nn.Parameter, nn.Paramet
             optimizer.state[successor] = optimizer.state.pop(param)
 
 
-def _keeps_its_own(param: nn.Parameter, optimizer: Optimizer) -> bool:
+def _keeps_its_own(param: torch.Tensor, optimizer: Optimizer) -> bool:
     """Return whether an optimizer keeps its own master of a parameter of low precision."""
     is_low = param.dtype in (torch.float16, torch.bfloat16)
     return is_low and getattr(optimizer, "keeps_masters", False)
 
 
 @torch.no_grad()
-def _take_from_state(param: nn.Parameter, optimizer: Optimizer) -> None:
+def _take_from_state(param: torch.Tensor, optimizer: Optimizer) -> None:
     state = optimizer.state.get(param, {})
     if STATE_KEY not in state or _keeps_its_own(param, optimizer):
         return

@@ -275,8 +275,8 @@ class Engine:
         return Run(
             model=self.model,
             optimizer=self.training_step.optimizer_or_none,
+            is_in_window=self.training_step.is_in_window,
             lr_scheduler=self.lr_scheduler if lr_scheduler is None else lr_scheduler,
             dataloader=with_position(self.train_dataloader) if dataloader is None else dataloader,
             settings=self.settings,
-            is_in_window=self.training_step.is_in_window,
         )
