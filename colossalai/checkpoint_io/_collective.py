@@ -195,7 +195,7 @@ def called_by_all_ranks(op: str, name: str) -> Callable[[Callable[P, T]], Callab
         @wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             if num_ranks() > 1 and is_in_job():
-                _wait_for_all(op, name)
+                _wait_for_all(op, name, is_watched=is_watched())
             return function(*args, **kwargs)
 
         return call
@@ -203,7 +203,7 @@ def called_by_all_ranks(op: str, name: str) -> Callable[[Callable[P, T]], Callab
     return decorated
 
 
-def _wait_for_all(op: str, name: str) -> None:
+def _wait_for_all(op: str, name: str, *, is_watched: bool) -> None:
     # See [Note: a save on one rank].
     store, size = _get_default_store(), num_ranks()
     key = f"colossalai/checkpoint/{op} of {name}"
@@ -219,7 +219,7 @@ def _wait_for_all(op: str, name: str) -> None:
         advice=_ADVICE,
         after_backwards=True,
     )
-    if not is_watched():  # the other ranks can be
+    if not is_watched:  # the other ranks can be
         return
     try:
         with arrival:

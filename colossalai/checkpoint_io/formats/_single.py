@@ -111,7 +111,11 @@ def read_torch(path: Path, *, mapped: bool = True, allow_pickle: bool = False) -
         ValueError: The file is damaged, or holds objects that only code could restore.
         OSError: The file cannot be read.
     """
-    is_zip = detect_format(path) is Format.TORCH_ZIP
+    return _read_torch(path, detect_format(path), mapped=mapped, allow_pickle=allow_pickle)
+
+
+def _read_torch(path: Path, format: Format, *, mapped: bool, allow_pickle: bool) -> object:
+    is_zip = format is Format.TORCH_ZIP
     try:
         if is_zip:
             with zipfile.ZipFile(path) as archive:
@@ -153,7 +157,11 @@ def verify(path: Path) -> None:
         ValueError: The content differs from a checksum; the message names the file and the entry.
         OSError: The file cannot be read.
     """
-    match detect_format(path):
+    _verify(path, detect_format(path))
+
+
+def _verify(path: Path, format: Format) -> None:
+    match format:
         case Format.TORCH_ZIP:
             damaged = _first_damaged_record(path)
         case Format.SAFETENSORS:
@@ -260,8 +268,9 @@ def read_plain(path: Path, *, mapped: bool = False, allow_pickle: bool = False) 
         ValueError: The file is damaged, or holds no dictionary.
         OSError: The file cannot be read.
     """
-    verify(path)
-    content = read_torch(path, mapped=mapped, allow_pickle=allow_pickle)
+    format = detect_format(path)
+    _verify(path, format)
+    content = _read_torch(path, format, mapped=mapped, allow_pickle=allow_pickle)
     if not isinstance(content, dict):
         raise ValueError(f"{path} holds a {type(content).__name__} where a dict is expected")
     return content
