@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._model import load_model, save_model
 from colossalai.checkpoint_io._optimizer import load_optimizer, save_optimizer
-from colossalai.checkpoint_io._optimizer_state import ParamNames, parameter_names
+from colossalai.checkpoint_io._optimizer_state import ParamNames
+from colossalai.checkpoint_io._state import parameter_names
 from colossalai.checkpoint_io.formats import Stateful, load_lr_scheduler, save_lr_scheduler
 
 

@@ -29,9 +29,9 @@ from colossalai.checkpoint_io._state import (
     FileLayout,
     Kind,
     LoadReport,
+    NamedModel,
     merge_by_name,
     names_elsewhere,
-    prefix_of,
     tied_names,
     without_common_prefix,
     without_prefix,
@@ -48,9 +48,8 @@ from colossalai.checkpoint_io.resharding import (
     in_full_precision,
     names_by_tensor,
     new_like,
-    note_filled,
+    notes_of,
     pack,
-    refuse_unreadable,
     stored_views,
     unpack,
     whole_shapes,
@@ -64,17 +63,14 @@ from colossalai.tensor import FullPrecisionTensor, as_memory
 _OTHERS = "extra state"  # under it are the values that are not tensors
 
 
-def local_model_state(module: nn.Module, *, prefix: str = "") -> LocalState:
+def local_model_state(model: NamedModel) -> LocalState:
     """Return the state of a model on this rank: its own tensors, and all else in its state dict."""
-    full_prefix = prefix + prefix_of(module)
-    # keep_vars: the parameters themselves, by whose identity tied ones are known.
-    values = {full_prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
-    return LocalState(lambda: values, merge=merge_by_name, flatten=flat_state)
+    return LocalState(lambda: model.values, merge_by_name, flat_state, join=stored_values)
 
 
 def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
     """Return the state of a model over all ranks, also the stages of a pipeline; collective."""
-    return gather_states(local_model_state(module, prefix=prefix))[0][0]
+    return gather_states(local_model_state(NamedModel.of(module, prefix=prefix)))[0][0]
 
 
 def gathered_weights(
@@ -161,6 +157,7 @@ class ModelLoadPlan:
         computed: Values that only the module itself can load: extra state, and values of its hooks.
         report: Names that did not match.
         note: Rank 0's log line about converted buffers; empty if none is.
+        notes: Functions that all ranks call when all have overwritten the model.
     """
 
     module: nn.Module
@@ -168,6 +165,7 @@ class ModelLoadPlan:
     computed: dict[str, object]
     report: LoadReport
     note: str = ""
+    notes: Collection[Callable[[], None]] = ()
 
     @contextmanager
     def noted(self) -> Iterator[None]:
@@ -178,7 +176,8 @@ class ModelLoadPlan:
         try:
             yield
         finally:
-            note_filled([tensor for tensor, _ in self.copies])
+            for note_written in self.notes:
+                note_written()
 
     def apply(self) -> None:
         """Overwrite the model; no communication: every rank reads its own slices, inside of `noted`."""
@@ -193,15 +192,9 @@ class ModelLoadPlan:
             )
 
 
-def module_names(module: nn.Module) -> list[str]:
-    """Return the names in a checkpoint of a module."""
-    prefix = prefix_of(module)
-    return [prefix + name for name in module.state_dict(keep_vars=True)]
-
-
 def plan_model_loading(
-    module: nn.Module,
-    state: StoredStateDict,
+    model: NamedModel,
+    content: Mapping[str, object],
     *,
     source: str,
     strict: bool,
@@ -215,8 +208,8 @@ def plan_model_loading(
     """Compare a checkpoint with a model and overwrite nothing.
 
     Args:
-        module: The model, or a part of one.
-        state: The checkpoint.
+        model: The model, or a part of one.
+        content: The checkpoint, as `stored_values` returns it.
         source: Its name in messages.
         strict: Whether a misfit is an error.
         elsewhere: Names of the parts of the model that other ranks hold.
@@ -230,17 +223,16 @@ def plan_model_loading(
         ValueError: A name, shape or dtype in the checkpoint is not the model's and `strict` is set, or a
             shape and `same_shapes` is; all of them are named. For buffers see [Note: dtypes of buffers].
     """
-    prefix = prefix_of(module)
-    given = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+    module, given = model.module, model.values
     wanted = {name: in_full_precision(value) for name, value in given.items()}
     _refuse_meta({} if is_lazy else wanted)
     params = {id(param) for param in module.parameters()}
     own = params | {id(buffer) for buffer in module.buffers()}
     targets = {name: value for name, value in wanted.items() if id(value) in own}
-    refuse_unreadable(targets.values())
+    notes = notes_of(targets)
     groups = names_by_tensor(targets)
     all_names = wanted.keys() | set(elsewhere)
-    stored: dict[str, Any] = dict(stored_values(state))
+    stored: dict[str, Any] = dict(content)
     if rename is not None:
         stored = rename(stored, all_names)
     if not stored.keys() >= all_names:
@@ -290,21 +282,21 @@ def plan_model_loading(
         module=module,
         copies=[(targets[name], stored[name]) for name in fitting if name in targets],
         computed={
-            name.removeprefix(prefix): _own(stored[name], wanted[name])
+            name.removeprefix(model.prefix): _own(stored[name], wanted[name])
             for name in fitting
             if name not in targets
         },
         report=report,
         note="" if any_dtype else _note_of(source, pairs.values(), is_part=bool(elsewhere)),
+        notes=dict.fromkeys(notes[name] for name in fitting if name in notes),
     )
 
 
 def _under_other_names(state: Mapping[str, Any], stored: Mapping[str, Any]) -> dict[str, Any]:
     """Return values that the checkpoint has under a name that the whole model ties to the wanted one."""
-    others = {name: tied_names(value) for name, value in state.items()}
     found: dict[str, Any] = {}
-    for name, tied in others.items():
-        for other in tied if name not in stored else ():
+    for name in [name for name in state if name not in stored]:
+        for other in tied_names(state[name]):
             if other in stored:
                 found.setdefault(name, stored[other])
     return found
@@ -574,12 +566,12 @@ def fill_model(
             nothing was overwritten.
         OSError: The checkpoint cannot be read.
     """
-    names = module_names(module)
-    (elsewhere,) = names_elsewhere(lambda: [names])
+    model = NamedModel.of(module)
+    (elsewhere,) = names_elsewhere(lambda: [model.values])
     plan = on_every_rank(
         lambda: plan_model_loading(
-            module,
-            opened.state,
+            model,
+            stored_values(opened.state),
             source=opened.source,
             strict=strict,
             elsewhere=elsewhere,

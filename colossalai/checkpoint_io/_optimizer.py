@@ -27,19 +27,18 @@ from colossalai.checkpoint_io._save_plan import gather_states
 from colossalai.checkpoint_io._state import FileLayout, common_prefix, names_elsewhere
 from colossalai.checkpoint_io.formats import load_state, save_sharded, save_whole
 from colossalai.checkpoint_io.resharding import (
-    StoredStateDict,
+    StateCut,
     StoredTensor,
-    cut_by_specs,
     new_states,
     pack,
+    state_cuts,
     unpack,
-    whole_shapes,
     wholes,
     with_own_memory,
 )
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, listed
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import as_memory, range_of_states
+from colossalai.tensor import as_memory
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class OptimizerLoadPlan:
     Attributes:
         optimizer: The optimizer.
         states: The new state of each parameter that has one, in whole tensors.
-        shapes: The shapes of the whole parameters.
+        cuts: The cut of the states of each parameter.
         groups: The new hyper-parameters of each of its groups.
         other_state: The new state that belongs to no parameter.
         saved_class: The name of the class that was saved.
@@ -57,7 +56,7 @@ class OptimizerLoadPlan:
 
     optimizer: Optimizer
     states: dict[nn.Parameter, dict[str, object]]
-    shapes: dict[nn.Parameter, tuple[int, ...]]
+    cuts: dict[nn.Parameter, StateCut]
     groups: list[dict[str, object]]
     other_state: Mapping[object, object]
     saved_class: str
@@ -75,11 +74,11 @@ class OptimizerLoadPlan:
         for group, hyper in zip(self.optimizer.param_groups, self.groups, strict=True):
             group.update(with_own_memory(hyper))
             group_of |= dict.fromkeys(group["params"], group)
-        ranges = {param: range_of_states(param) for param in group_of}
+        parts = {param: self.cuts[param].part for param in group_of}
         packed = {
             param: pack(dict(self.states[param]))
-            for param, part in ranges.items()
-            if self.states.get(param) and (part is None or part.numel > 0)
+            for param, part in parts.items()
+            if self.states.get(param) and (part is None or part.end > part.begin)
         }
         placed = self._placed(
             {param: cast("dict[str, StoredTensor]", tensors) for param, (_, tensors) in packed.items()},
@@ -101,7 +100,7 @@ class OptimizerLoadPlan:
             on_device = group_of[param].get("capturable") or group_of[param].get("fused")
             placed[param]["step"] = step.to(param.device if on_device else "cpu")
         places = [(key, param) for param, tensors in stored.items() for key in tensors if key != "step"]
-        states = new_states([(stored[param][key], param) for key, param in places], self.shapes)
+        states = new_states([(stored[param][key], param) for key, param in places], self.cuts)
         for (key, param), state in zip(places, states, strict=True):
             placed[param][key] = state
         return placed
@@ -109,7 +108,7 @@ class OptimizerLoadPlan:
 
 def plan_optimizer_loading(
     optimizer: Optimizer,
-    state: StoredStateDict,
+    content: Mapping[str, Any],
     param_names: ParamNames,
     *,
     source: str,
@@ -119,16 +118,15 @@ def plan_optimizer_loading(
 
     Args:
         optimizer: The optimizer.
-        state: The checkpoint.
+        content: The checkpoint, as `stored_content` returns it.
         param_names: The name of each of its parameters.
         source: Name of the checkpoint in messages.
         elsewhere: Names of parameters whose state other ranks hold.
 
     Raises:
-        ValueError: `state` holds no optimizer, or its names, shapes or groups are not those of `optimizer`;
+        ValueError: `content` holds no optimizer, or its names, shapes or groups are not those of `optimizer`;
             all misfits are named.
     """
-    content: dict[str, Any] = stored_content(state)
     if not content:
         raise ValueError(f"{source}: there is no optimizer in it that save_optimizer wrote")
     named = named_parameters(optimizer, param_names)
@@ -147,12 +145,13 @@ def plan_optimizer_loading(
     groups = [
         frozenset(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups
     ]
-    whole = whole_shapes(named)
+    cuts = state_cuts(named)
+    whole = {name: cut.whole_shape for name, cut in cuts.items()}
     states = _here({name.removeprefix(prefix): state for name, state in content["state"].items()}, elsewhere)
     misfits = [
         *_name_misfits(shapes, whole),
         *_group_misfits([members for members, _ in saved_groups], groups),
-        *_state_misfits(states, named, whole),
+        *_state_misfits(states, cuts),
     ]
     if misfits:
         raise ValueError("\n".join([f"{source} does not fit the optimizer; nothing was loaded.", *misfits]))
@@ -160,7 +159,7 @@ def plan_optimizer_loading(
     return OptimizerLoadPlan(
         optimizer=optimizer,
         states={named[name]: state for name, state in states.items()},
-        shapes={param: whole[name] for name, param in named.items()},
+        cuts={param: cuts[name] for name, param in named.items()},
         groups=[
             hyper_of[members] if members else _hyper_of_empty(saved_groups, number)
             for number, members in enumerate(groups)
@@ -208,18 +207,14 @@ def _group_misfits(saved: list[frozenset[str]], present: list[frozenset[str]]) -
             yield f"a group of the optimizer is none of the checkpoint's: {listed(sorted(members))}"
 
 
-def _state_misfits(
-    states: Mapping[str, Mapping[str, Any]],
-    named: Mapping[str, nn.Parameter],
-    shapes: Mapping[str, tuple[int, ...]],
-) -> Iterator[str]:
+def _state_misfits(states: Mapping[str, Mapping[str, Any]], cuts: Mapping[str, StateCut]) -> Iterator[str]:
     """Yield the states of which it is not known how to cut them."""
-    sliced = cut_by_specs(named)
+    sliced = {name for name, cut in cuts.items() if cut.is_slice}
     for name in filter(sliced.__contains__, states):
         strange = [
             f"{key} {stored.shape}"
             for key, stored in pack(states[name])[1].items()
-            if stored.shape and stored.shape != shapes[name]
+            if stored.shape and stored.shape != cuts[name].whole_shape
         ]
         if strange:
             yield f"{name} is a tensor-parallel slice, and it is not known how to cut {listed(strange)}"
@@ -299,7 +294,7 @@ def load_optimizer(optimizer: Optimizer, checkpoint: str | Path, *, param_names:
         (elsewhere,) = names_elsewhere(lambda: [named_parameters(raw, param_names)])
         plan = on_every_rank(
             lambda: plan_optimizer_loading(
-                raw, state, param_names, source=str(checkpoint), elsewhere=elsewhere
+                raw, stored_content(state), param_names, source=str(checkpoint), elsewhere=elsewhere
             )
         )
         on_every_rank(plan.apply)

@@ -9,8 +9,8 @@ The content, also of a single torch file:
     optimizer     the name of the class
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -20,14 +20,14 @@ from torch.optim import Optimizer
 from colossalai.amp import OptimizerWrapper
 from colossalai.checkpoint_io._hugging_face_index import Stems
 from colossalai.checkpoint_io._save_plan import LocalState
-from colossalai.checkpoint_io._state import Kind, merge_by_name, prefix_of, tied_names
+from colossalai.checkpoint_io._state import Kind, merge_by_name
 from colossalai.checkpoint_io.resharding import (
     FlatStateDict,
     TensorMetadata,
     pack,
     shards_of_states,
+    state_cuts,
     unpack,
-    whole_shapes,
 )
 from colossalai.checkpoint_io.storage import (
     OPTIMIZER_FOLDER,
@@ -50,9 +50,8 @@ _FORM: dict[str | type, Form] = {
 _NAMES_IN_GROUP = ("params", "param_names")
 
 
-@contextmanager
-def opened(optimizer: Optimizer | None, *, loads: bool) -> Iterator[Optimizer | None]:
-    """Within the block, give the optimizer that holds the parameters of the model, as they are named.
+def opened(optimizer: Optimizer | None, *, loads: bool) -> AbstractContextManager[Optimizer | None]:
+    """Return a context that gives the optimizer that holds the parameters of the model, as they are named.
 
     A wrapped optimizer can hold other tensors in their place: float32 masters, slices.
 
@@ -61,27 +60,8 @@ def opened(optimizer: Optimizer | None, *, loads: bool) -> Iterator[Optimizer | 
         loads: Whether the block replaces states.
     """
     if isinstance(optimizer, OptimizerWrapper):
-        with optimizer.for_checkpoint(loads=loads) as raw:
-            yield raw
-    else:
-        yield optimizer
-
-
-def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
-    """Return the names of a module's parameters, by the parameter: those that its state dict uses.
-
-    A tied parameter has the first of its names, also where the other names are on other pipeline stages.
-    """
-    # Not named_parameters() alone: under FSDP it may show gathered parameters, which the optimizer does not
-    # know, where state_dict() first puts the slices back.
-    names: dict[nn.Parameter, str] = {}
-    prefix = prefix_of(module)
-    for name, value in module.state_dict(keep_vars=True).items():
-        if isinstance(value, nn.Parameter):
-            names.setdefault(value, prefix + name)
-    for name, parameter in module.named_parameters():
-        names.setdefault(parameter, prefix + name)
-    return {param: next(iter(tied_names(param)), name) for param, name in names.items()}
+        return optimizer.for_checkpoint(loads=loads)
+    return nullcontext(optimizer)
 
 
 def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str, nn.Parameter]:
@@ -116,7 +96,9 @@ def local_optimizer_state(optimizer: Optimizer, param_names: ParamNames, *, pref
     To gather it raises a ValueError where a parameter has no name, or the state holds a value that is not
     plain, or a tensor whose cut is not known.
     """
-    return LocalState(lambda: _own_content(optimizer, param_names, prefix), merge=_merge, flatten=_flatten)
+    return LocalState(
+        lambda: _own_content(optimizer, param_names, prefix), _merge, _flatten, join=stored_content
+    )
 
 
 def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> dict[str, Any]:
@@ -131,17 +113,17 @@ def _own_content(optimizer: Optimizer, param_names: ParamNames, prefix: str) -> 
     state = optimizer.state
     # Three passes: the states are taken apart, the cuts of their tensors are read, and they are joined again.
     packed = {name: pack(dict(state[param])) for name, param in named.items() if param in state}
+    cuts = state_cuts(named)
     shards = shards_of_states(
-        {name: cast("dict[str, torch.Tensor]", tensors) for name, (_, tensors) in packed.items()}, named
+        {name: cast("dict[str, torch.Tensor]", tensors) for name, (_, tensors) in packed.items()}, cuts
     )
-    shapes = whole_shapes(named)
     return {
         "state": {name: unpack(tree, shards[name]) for name, (tree, _) in packed.items()},
         "param_groups": [
             {"params": [names[parameter] for parameter in group["params"]], **hyper_parameters(group)}
             for group in optimizer.param_groups
         ],
-        "shapes": {name: list(shapes[name]) for name in named},
+        "shapes": {name: list(cuts[name].whole_shape) for name in named},
         "other_state": {key: item for key, item in state.items() if not isinstance(key, torch.Tensor)},
         "optimizer": type(optimizer).__name__,
     }

@@ -26,10 +26,10 @@ from pathlib import Path
 from colossalai.checkpoint_io._collective import Agreement
 from colossalai.checkpoint_io.formats import ShardedIndex, read_sharded_index
 from colossalai.checkpoint_io.storage import (
-    DEFAULT_BUFFER_MB,
     INDEX,
     MANIFEST,
     MODEL_FOLDER,
+    MOST_READ,
     OPTIMIZER_FOLDER,
     RANDOM_FOLDER,
     SMALL_FILE,
@@ -105,9 +105,16 @@ def look_at(folder: Path) -> StateFolder:
     return StateFolder(tuple(states), damaged)
 
 
-def next_serial(folder: Path) -> int:
+def next_serial(found: StateFolder) -> int:
     """Return a serial number above those of all training states in a folder."""
-    return 1 + max((manifest.serial for _, manifest in look_at(folder).states), default=0)
+    return 1 + max([manifest.serial for _, manifest in found.states], default=0)
+
+
+def with_newest(found: StateFolder, path: Path, manifest: Manifest) -> StateFolder:
+    """Return the content of a folder after a training state has been saved in it."""
+    others = (state for state in found.states if state[0] != path)
+    damaged = {other: problem for other, problem in found.damaged.items() if other != path}
+    return StateFolder(((path, manifest), *others), damaged)
 
 
 def candidates(folder: Path) -> list[str]:
@@ -127,8 +134,9 @@ def newest_complete(
     names: list[str],
     agreement: Agreement,
     *,
+    rank: int,
     num_ranks: int,
-    buffer_size: float = DEFAULT_BUFFER_MB,
+    most: int = MOST_READ,
 ) -> CheckedState | None:
     """Return the first training state whose files all match its manifest, or None; collective.
 
@@ -138,13 +146,14 @@ def newest_complete(
         folder: The folder of training states.
         names: The names in it that `candidates` returned on the writer.
         agreement: Exchange of the ranks; one for each candidate.
+        rank: The rank of this process.
         num_ranks: Number of ranks.
-        buffer_size: The memory, in MB, that reading can take.
+        most: The most bytes that are read at once.
     """
     for name in names:
         path, state, misfit = folder / name, None, None
         try:
-            state = check_state(path, part=agreement.rank, num_parts=num_ranks, buffer_size=buffer_size)
+            state = check_state(path, part=rank, num_parts=num_ranks, most=most)
         except (ValueError, OSError) as error:
             misfit = str(error)
         # A state has to be valid on all ranks: one that a rank cannot read is used by none.
@@ -156,7 +165,7 @@ def newest_complete(
 
 
 def check_state(
-    path: Path, *, part: int = 0, num_parts: int = 1, is_verified: bool = False, buffer_size: float
+    path: Path, *, part: int = 0, num_parts: int = 1, is_verified: bool = False, most: int = MOST_READ
 ) -> CheckedState:
     """Read the manifest of a training state and compare it with its files.
 
@@ -165,7 +174,7 @@ def check_state(
         part: Index of this reader among those that share the checksums.
         num_parts: Number of readers.
         is_verified: Whether to leave the checksums out.
-        buffer_size: The memory, in MB, that reading may take.
+        most: The most bytes that are read at once.
 
     Raises:
         ValueError: The manifest or an index is damaged, a file is missing or differs, or one is read for
@@ -174,17 +183,16 @@ def check_state(
     """
     manifest = read_manifest(path)
     if not is_verified:
-        verify_files(path, manifest, part=part, num_parts=num_parts, buffer_size=buffer_size)
+        verify_files(path, manifest.files, listed_in=MANIFEST, part=part, num_parts=num_parts, most=most)
     named: dict[str, FileEntry | None] = {
         random_file(rank, manifest.num_ranks): None
         for rank in range(min(manifest.num_ranks, 1 + len(manifest.files)))
     }
-    indices = {}
-    for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER):
-        if (path / folder).exists():
-            index = indices[folder] = read_sharded_index(path / folder, buffer_size=buffer_size)
-            named[f"{folder}/{INDEX}"] = None
-            named |= {f"{folder}/{name}": entry for name, entry in index.files.items()}
+    folders = [folder for folder in (MODEL_FOLDER, OPTIMIZER_FOLDER) if (path / folder).exists()]
+    indices = {folder: read_sharded_index(path / folder, most=most) for folder in folders}
+    for folder, index in indices.items():
+        named[f"{folder}/{INDEX}"] = None
+        named |= {f"{folder}/{name}": entry for name, entry in index.files.items()}
     strange = [
         name
         for name, entry in named.items()
@@ -248,13 +256,14 @@ def make_way(path: Path) -> None:
         get_dist_logger().warning(f"{path} is damaged and now called {aside.name}: {problem}")
 
 
-def retire(folder: Path, *, keep_last: int, good: Path | None = None) -> list[str]:
+def retire(folder: Path, found: StateFolder, *, keep_last: int, good: Path | None = None) -> list[str]:
     """Hide all but the newest training states; on the writer, before any rank removes a file.
 
     See [Note: removed folders].
 
     Args:
         folder: The folder of training states.
+        found: Its content.
         keep_last: Number of the newest states to keep.
         good: A state to keep, with all newer ones.
 
@@ -262,7 +271,7 @@ def retire(folder: Path, *, keep_last: int, good: Path | None = None) -> list[st
         The hidden names, and those of the folders that killed writers left.
     """
     retired = []
-    for path in _surplus(folder, keep_last=keep_last, good=good):
+    for path in _surplus(folder, found, keep_last=keep_last, good=good):
         is_hidden = path.name.startswith(".")
         aside = path if is_hidden else path.rename(path.with_name(f".{path.name}.old-{secrets.token_hex(4)}"))
         (aside / MANIFEST).unlink(missing_ok=True)
@@ -281,7 +290,7 @@ def remove_retired(folder: Path, names: list[str], agreement: Agreement, *, num_
 
 
 def make_room(
-    folder: Path, agreement: Agreement, *, keep_last: int, num_ranks: int, buffer_size: float
+    folder: Path, agreement: Agreement, *, keep_last: int, rank: int, num_ranks: int, most: int
 ) -> bool:
     """Remove older states before a save instead of after it, if the disk has no room.
 
@@ -290,15 +299,17 @@ def make_room(
     Returns:
         Whether anything was removed, on every rank.
     """
-    if not agreement.from_writer(lambda: bool(_surplus(folder, keep_last=keep_last))):
+    if not agreement.from_writer(lambda: bool(_surplus(folder, look_at(folder), keep_last=keep_last))):
         return False
     found = agreement.from_writer(partial(candidates, folder))
-    newest = newest_complete(folder, found, agreement, num_ranks=num_ranks, buffer_size=buffer_size)
+    newest = newest_complete(folder, found, agreement, rank=rank, num_ranks=num_ranks, most=most)
     if newest is None:
         return False
-    names = agreement.from_writer(partial(retire, folder, keep_last=keep_last, good=newest.path))
+    names = agreement.from_writer(
+        lambda: retire(folder, look_at(folder), keep_last=keep_last, good=newest.path)
+    )
     remove_retired(folder, names, agreement, num_ranks=num_ranks)
-    if names and agreement.rank == 0:
+    if names and rank == 0:
         get_dist_logger().info(
             f"the disk of {folder} is full: removed {len(names)} folders that keep_last={keep_last} does not "
             f"keep"
@@ -333,9 +344,8 @@ def _has_tensors(path: Path) -> bool:
     return os.path.isfile(path / MODEL_FOLDER / INDEX)  # other programs write a manifest.json, too
 
 
-def _surplus(folder: Path, *, keep_last: int, good: Path | None = None) -> list[Path]:
+def _surplus(folder: Path, found: StateFolder, *, keep_last: int, good: Path | None = None) -> list[Path]:
     """Return the folders to remove: older training states, and leftovers of killed writers."""
-    found = look_at(folder)
     complete, damaged = [], dict(found.damaged)
     for path, manifest in found.states:
         if not _OURS.fullmatch(path.name):

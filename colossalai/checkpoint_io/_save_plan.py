@@ -28,10 +28,18 @@ from colossalai.checkpoint_io._collective import (
     Agreement,
     FullDiskError,
     gather,
-    global_rank,
     results,
 )
-from colossalai.checkpoint_io._retention import make_room, make_way, next_serial, remove_retired, retire
+from colossalai.checkpoint_io._retention import (
+    StateFolder,
+    look_at,
+    make_room,
+    make_way,
+    next_serial,
+    remove_retired,
+    retire,
+    with_newest,
+)
 from colossalai.checkpoint_io.formats import (
     WriteItem,
     WriteResult,
@@ -46,21 +54,19 @@ from colossalai.checkpoint_io.resharding import (
     ShardedStateDict,
     ShardedTensor,
     TensorMetadata,
-    pack,
-    unpack,
     with_local_shards,
     with_own_memory,
 )
 from colossalai.checkpoint_io.storage import (
-    DEFAULT_BUFFER_MB,
+    MOST_READ,
     FileEntry,
     HostCopies,
     Json,
     Manifest,
-    of_kind,
     write_manifest,
     write_shared_folder,
 )
+from colossalai.cluster import DTYPES
 from colossalai.tensor import Box
 
 Content: TypeAlias = dict[str, Any]
@@ -76,11 +82,13 @@ class LocalState:
         merge: Makes one content out of those of all ranks, in their order. Of entries that several ranks
             have, the first rank's are taken.
         flatten: Takes a content apart; a tensor has the same name on all ranks.
+        join: The inverse of `flatten`.
     """
 
     content: Callable[[], Content]
-    merge: Callable[[Sequence[Content]], Content]
+    merge: Callable[[Sequence[Mapping[str, Any]]], Content]
     flatten: Callable[[Content], ShardedStateDict]
+    join: Callable[[ShardedStateDict], Mapping[str, Any]]
 
 
 def gather_states(
@@ -103,10 +111,9 @@ def gather_states(
 
     def describe() -> tuple[list[str], Any]:
         value = values()
-        for state in states:
-            content = with_local_shards(state.content())
-            texts.append(_described(content))
-            own.append(state.flatten(content))
+        contents = with_local_shards([state.content() for state in states])
+        own.extend(state.flatten(content) for state, content in zip(states, contents, strict=True))
+        texts.extend(map(_described, own))
         return [hashlib.sha256(text.encode()).hexdigest() for text in texts], value
 
     digests, found = zip(*results(describe), strict=True)  # the one exchange, of plain values
@@ -115,16 +122,18 @@ def gather_states(
     described = gather([texts[number] for number in differing]) if differing else []
     whole = [_held_by_all(state, len(found)) for state in own]
     for place, number in enumerate(differing):
-        contents = [_content_of(of_rank[place], rank) for rank, of_rank in enumerate(described)]
-        whole[number] = _merged(states[number], own[number], contents)
+        of_ranks = [_state_dict_of(of_rank[place], rank) for rank, of_rank in enumerate(described)]
+        whole[number] = _merged(states[number], own[number], of_ranks)
     return whole, list(found)
 
 
-def _merged(state: LocalState, own: ShardedStateDict, contents: Sequence[Content]) -> ShardedStateDict:
+def _merged(
+    state: LocalState, own: ShardedStateDict, of_ranks: Sequence[ShardedStateDict]
+) -> ShardedStateDict:
     """Return the state dict of ranks that hold different tensors, or different shards."""
-    tables = [state.flatten(content).tensors for content in contents]
+    tables = [of_rank.tensors for of_rank in of_ranks]
     _refuse_disagreement(tables)  # every rank compares the same, so all of them raise or none
-    merged = state.flatten(state.merge(contents))
+    merged = state.flatten(state.merge([state.join(of_rank) for of_rank in of_ranks]))
     found: dict[int, ShardedTensor] = {}
     for name, tensor in merged.tensors.items():
         if id(tensor) not in found:
@@ -144,35 +153,29 @@ def _held_by_all(own: ShardedStateDict, num_ranks: int) -> ShardedStateDict:
     return FlatStateDict({name: found[id(tensor)] for name, tensor in own.tensors.items()}, own.tree)
 
 
-def _described(content: Content) -> str:
-    """Return a content as JSON: its tree, the name of each tensor's row, and the rows; no values."""
-    tree, tensors = pack(content)
+def _described(state: ShardedStateDict) -> str:
+    """Return a state dict as JSON: its tree, the row of each tensor, and the rows; no values."""
     numbers: dict[int, int] = {}
     rows: list[Any] = []
     names: dict[str, int] = {}
-    for name, tensor in tensors.items():
-        assert isinstance(tensor, ShardedTensor), "local shards stand for all tensors"
+    for name, tensor in state.tensors.items():
         if id(tensor) not in numbers:
             numbers[id(tensor)] = len(rows)
             dtype = str(tensor.dtype).removeprefix("torch.")
             boxes = [[box.offsets, box.sizes] for box in tensor.shards]
             rows.append([tensor.shape, dtype, boxes, tensor.may_differ])
         names[name] = numbers[id(tensor)]
-    return json.dumps([tree, names, rows], separators=(",", ":"))
+    return json.dumps([state.tree, names, rows], separators=(",", ":"))
 
 
-def _content_of(text: str, rank: int) -> Content:
-    """Return the content described by a rank; its tensors have that rank's boxes."""
+def _state_dict_of(text: str, rank: int) -> ShardedStateDict:
+    """Return the state dict described by a rank; its tensors have that rank's boxes."""
     tree, names, rows = json.loads(text)
     tensors = []
     for shape, dtype, boxes, may_differ in rows:
         held = {Box(tuple(offsets), tuple(sizes)): (rank,) for offsets, sizes in boxes}
-        found = getattr(torch, dtype)
-        if not isinstance(found, torch.dtype):
-            raise ValueError(f"there is no dtype {dtype!r}")
-        tensors.append(ShardedTensor(tuple(shape), found, {}, may_differ, held))
-    content = unpack(tree, {name: tensors[number] for name, number in names.items()})
-    return of_kind(content, dict, "content")
+        tensors.append(ShardedTensor(tuple(shape), DTYPES[dtype], {}, may_differ, held))
+    return FlatStateDict({name: tensors[number] for name, number in names.items()}, tree)
 
 
 def _ranks_of(tensors: Sequence[ShardedTensor]) -> dict[Box, tuple[int, ...]]:
@@ -211,7 +214,8 @@ class SavePlan:
         shares: The items of them that each rank writes.
         small_files: Plain values by the name of the file.
         config: The options of the run, as JSON.
-        buffer_size: The memory, in MB, that writing may take on a rank.
+        rank: The rank of this process.
+        most: The most bytes that a rank writes at once.
     """
 
     path: Path
@@ -221,7 +225,8 @@ class SavePlan:
     shares: Mapping[str, Sequence[Sequence[WriteItem]]]
     small_files: Mapping[str, object]
     config: Json
-    buffer_size: float = DEFAULT_BUFFER_MB
+    rank: int
+    most: int
 
     @property
     def num_ranks(self) -> int:
@@ -231,7 +236,7 @@ class SavePlan:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(state.nbytes for state in self.states.values())
+        return sum([state.nbytes for state in self.states.values()])
 
 
 def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
@@ -239,7 +244,6 @@ def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
 
     The copies are `copies`' own: their memory is used again by the next save, when this one has been written.
     """
-    rank = global_rank()
     copies.begin()
 
     def copied(folder: str, item: WriteItem) -> WriteItem:
@@ -248,7 +252,7 @@ def in_host_memory(plan: SavePlan, copies: HostCopies) -> SavePlan:
 
     shares = {
         name: [
-            [copied(name, item) for item in items] if owner == rank else items
+            [copied(name, item) for item in items] if owner == plan.rank else items
             for owner, items in enumerate(of)
         ]
         for name, of in plan.shares.items()
@@ -271,7 +275,7 @@ def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
             plan.path,
             num_bytes=plan.num_bytes,
             agreement=agreement,
-            write=lambda target: _write_own(target, plan, rank=agreement.rank),
+            write=lambda target: _write_own(target, plan, rank=plan.rank),
             finish=partial(_finish, plan=plan),
             after=partial(retire, folder, keep_last=plan.keep_last),
         )
@@ -285,8 +289,9 @@ def write_training_state(plan: SavePlan, agreement: Agreement) -> None:
             folder,
             agreement,
             keep_last=plan.keep_last,
+            rank=plan.rank,
             num_ranks=plan.num_ranks,
-            buffer_size=plan.buffer_size,
+            most=min(MOST_READ, plan.most),
         ):
             raise
         retired = write()
@@ -315,18 +320,22 @@ def _write_own(target: Path, plan: SavePlan, *, rank: int) -> dict[str, WriteRes
     written = {}
     for name, shares in plan.shares.items():
         (target / name).mkdir(exist_ok=True)
-        path = target / name / file_of_rank(rank, plan.num_ranks)
-        written[name] = write_items(path, shares[rank], buffer_size=plan.buffer_size)
+        path = target / name / file_of_rank(rank, len(shares))
+        written[name] = write_items(path, shares[rank], most=plan.most)
     return written
 
 
-def _finish(target: Path, told: Sequence[Mapping[str, Sequence[Any]]], *, plan: SavePlan) -> None:
+def _finish(target: Path, told: Sequence[Mapping[str, Sequence[Any]]], *, plan: SavePlan) -> StateFolder:
     """Write the common files, when all ranks have written: indices, small files, and the manifest last.
 
     Args:
         target: The folder.
         told: Results of each rank: `WriteResult`s by the folders of the state dicts.
         plan: The plan.
+
+    Returns:
+        The content of the folder of training states when `target` is in place. One writer has the folder
+        (its lock), so it is read once per save.
     """
     files: dict[str, FileEntry] = {}
     for name, state in plan.states.items():
@@ -337,12 +346,13 @@ def _finish(target: Path, told: Sequence[Mapping[str, Sequence[Any]]], *, plan: 
     for name, content in plan.small_files.items():
         (target / name).parent.mkdir(exist_ok=True)
         write_torch(target / name, content)
+    found = look_at(plan.path.parent)
     manifest = Manifest(
-        serial=next_serial(plan.path.parent),
+        serial=next_serial(found),
         step=plan.step,
         num_ranks=plan.num_ranks,
         versions={"colossalai": __version__, "torch": torch.__version__, "python": platform.python_version()},
         config=plan.config,
         files=files,
     )
-    write_manifest(target, manifest)
+    return with_newest(found, plan.path, write_manifest(target, manifest))

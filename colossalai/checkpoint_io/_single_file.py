@@ -4,6 +4,7 @@ It is a dictionary: `epoch`, `model` (a state dict), and if they were given `opt
 and `lr_scheduler`.
 """
 
+from collections.abc import Collection
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from colossalai.checkpoint_io._model import (
     MODEL,
     ModelLoadPlan,
     local_model_state,
-    module_names,
     plan_model_loading,
 )
 from colossalai.checkpoint_io._optimizer import OptimizerLoadPlan, plan_optimizer_loading
@@ -25,10 +25,9 @@ from colossalai.checkpoint_io._optimizer_state import (
     local_optimizer_state,
     named_parameters,
     opened,
-    parameter_names,
 )
 from colossalai.checkpoint_io._save_plan import gather_states
-from colossalai.checkpoint_io._state import names_elsewhere
+from colossalai.checkpoint_io._state import NamedModel, names_elsewhere
 from colossalai.checkpoint_io.formats import Stateful, read_plain, state_of, write_torch_states
 from colossalai.checkpoint_io.resharding import plain, with_own_memory
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, atomic_file, listed, staged
@@ -86,9 +85,10 @@ def _save(
     *,
     buffer_size: float,
 ) -> None:
-    local = {MODEL: local_model_state(model)}
+    named = NamedModel.of(model)
+    local = {MODEL: local_model_state(named)}
     if optimizer is not None:
-        local[OPTIMIZER] = local_optimizer_state(optimizer, parameter_names(model))
+        local[OPTIMIZER] = local_optimizer_state(optimizer, named.parameter_names())
     states = dict(zip(local, gather_states(*local.values())[0], strict=True))
     content: dict[str, Any] = {"epoch": epoch}
     if lr_scheduler is not None:
@@ -143,11 +143,12 @@ def _load(
     strict: bool,
     allow_pickle: bool,
 ) -> int:
-    names = parameter_names(model)
+    named = NamedModel.of(model)
+    names = named.parameter_names()
 
-    def own_names() -> list[list[str]]:
-        named = named_parameters(optimizer, names) if optimizer is not None else {}
-        return [module_names(model), list(named)]
+    def own_names() -> list[Collection[str]]:
+        params = named_parameters(optimizer, names) if optimizer is not None else {}
+        return [named.values, params]
 
     models, optimizers = names_elsewhere(own_names)
     source = str(path)
@@ -158,12 +159,11 @@ def _load(
         missing = [part for part, want in wanted.items() if want is not None and part not in content]
         if missing:
             raise ValueError(f"{path} holds no {listed(missing)}; there is {listed(map(str, content))}")
-        weights = plan_model_loading(
-            model, state_of(content[MODEL.part], MODEL), source=source, strict=strict, elsewhere=models
-        )
+        stored = MODEL.join(state_of(content[MODEL.part], MODEL))
+        weights = plan_model_loading(named, stored, source=source, strict=strict, elsewhere=models)
         if optimizer is None:
             return content, weights, None
-        state = state_of(content[OPTIMIZER.part], OPTIMIZER)
+        state = OPTIMIZER.join(state_of(content[OPTIMIZER.part], OPTIMIZER))
         updates = plan_optimizer_loading(optimizer, state, names, source=source, elsewhere=optimizers)
         return content, weights, updates
 

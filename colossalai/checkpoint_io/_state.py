@@ -156,12 +156,6 @@ def set_prefix(module: nn.Module, prefix: str) -> None:
     setattr(module, CHECKPOINT_PREFIX, prefix)
 
 
-def prefix_of(module: nn.Module) -> str:
-    """Return the prefix that `set_prefix` has set."""
-    prefix: str = getattr(module, CHECKPOINT_PREFIX, "")
-    return prefix
-
-
 def set_tied_names(param: nn.Parameter, names: Sequence[str]) -> None:
     """Set the names of a parameter in the whole model, those on other ranks included; the first counts."""
     setattr(param, CHECKPOINT_TIED_NAMES, tuple(names))
@@ -170,6 +164,53 @@ def set_tied_names(param: nn.Parameter, names: Sequence[str]) -> None:
 def tied_names(tensor: object) -> tuple[str, ...]:
     """Return the names that `set_tied_names` has set."""
     return getattr(tensor, CHECKPOINT_TIED_NAMES, ())
+
+
+@dataclass(frozen=True)
+class NamedModel:
+    """A model with the values of its state dict by their names in a checkpoint; read once per save or load.
+
+    Attributes:
+        module: The model.
+        prefix: Prefix of its names.
+        values: The values. A parameter is itself one, by whose identity tied names are found.
+    """
+
+    module: nn.Module
+    prefix: str
+    values: dict[str, Any]
+
+    @staticmethod
+    def of(module: nn.Module, *, prefix: str = "") -> "NamedModel":
+        """Return a model with the values of its state dict, their names with a further prefix."""
+        prefix += getattr(module, CHECKPOINT_PREFIX, "")
+        values = {prefix + name: value for name, value in module.state_dict(keep_vars=True).items()}
+        return NamedModel(module, prefix, values)
+
+    def parameter_names(self) -> dict[nn.Parameter, str]:
+        """Return the names of the parameters; see the function `parameter_names`."""
+        # Not named_parameters() alone: under FSDP it may show gathered parameters, which the optimizer does
+        # not know, where state_dict() first puts the slices back.
+        names: dict[nn.Parameter, str] = {}
+        for name, value in self.values.items():
+            if isinstance(value, nn.Parameter):
+                names.setdefault(value, name)
+        for name, parameter in self.module.named_parameters():
+            names.setdefault(parameter, self.prefix + name)
+        return {param: next(iter(tied_names(param)), name) for param, name in names.items()}
+
+
+def parameter_names(module: nn.Module) -> dict[nn.Parameter, str]:
+    """Return the names of a module's parameters, by the parameter: those that its state dict uses.
+
+    A tied parameter has the first of its names, also where the other names are on other pipeline stages.
+    """
+    return NamedModel.of(module).parameter_names()
+
+
+def module_names(module: nn.Module) -> list[str]:
+    """Return the names in a checkpoint of a module."""
+    return list(NamedModel.of(module).values)
 
 
 def merge_by_name(parts: Iterable[Mapping[str, T]]) -> dict[str, T]:

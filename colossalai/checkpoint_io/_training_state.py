@@ -11,7 +11,7 @@ moment leaves the previous training state or the new one. The newest complete on
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,6 @@ from colossalai.checkpoint_io._model import (
     MODEL,
     ModelLoadPlan,
     local_model_state,
-    module_names,
     plan_model_loading,
 )
 from colossalai.checkpoint_io._optimizer import OptimizerLoadPlan, plan_optimizer_loading
@@ -44,7 +43,6 @@ from colossalai.checkpoint_io._optimizer_state import (
     local_optimizer_state,
     named_parameters,
     opened,
-    parameter_names,
 )
 from colossalai.checkpoint_io._retention import (
     CheckedState,
@@ -56,9 +54,9 @@ from colossalai.checkpoint_io._retention import (
     step_folder,
 )
 from colossalai.checkpoint_io._save_plan import SavePlan, gather_states, in_host_memory, write_training_state
-from colossalai.checkpoint_io._state import Kind, names_elsewhere
+from colossalai.checkpoint_io._state import Kind, NamedModel, names_elsewhere
 from colossalai.checkpoint_io.formats import Stateful, read_plain, share_out
-from colossalai.checkpoint_io.resharding import StoredStateDict, plain
+from colossalai.checkpoint_io.resharding import plain
 from colossalai.checkpoint_io.storage import (
     DEFAULT_BUFFER_MB,
     MANIFEST,
@@ -70,6 +68,7 @@ from colossalai.checkpoint_io.storage import (
     host_copies,
     listed,
     random_file,
+    read_block_size,
     start_save,
     wait_for_saves,
 )
@@ -154,13 +153,14 @@ def save_training_state(
         raise ValueError(f"step={step} must be at least 0")
     if keep_last < 1:
         raise ValueError(f"keep_last={keep_last} must be at least 1: the one that is being saved stays")
-    block_size(buffer_size)  # refuses a size that is too small
+    most = block_size(buffer_size)
     wait_for_saves()
+    rank = global_rank()
     path = Path(folder) / step_folder(step)
     with folder_lock() as take_lock:
 
         def prepare() -> None:
-            if global_rank() == 0:
+            if rank == 0:
                 take_lock(path.parent)
                 make_way(path)
 
@@ -171,7 +171,8 @@ def save_training_state(
                 prepare,
                 step=step,
                 keep_last=keep_last,
-                buffer_size=buffer_size,
+                rank=rank,
+                most=most,
             )
             if not save_async:
                 write_training_state(plan, COLLECTIVE)
@@ -194,7 +195,7 @@ def latest_training_state(folder: str | Path) -> Path | None:
     wait_for_saves()
     folder = Path(folder)
     names = from_writer(partial(candidates, folder))
-    newest = newest_complete(folder, names, COLLECTIVE, num_ranks=num_ranks())
+    newest = newest_complete(folder, names, COLLECTIVE, rank=global_rank(), num_ranks=num_ranks())
     return None if newest is None else newest.path
 
 
@@ -223,9 +224,9 @@ def load_training_state(
         OSError: The training state cannot be read.
     """
     wait_for_saves()  # `path` can be a save in the background
-    block_size(buffer_size)  # refuses a size that is too small
+    most = read_block_size(buffer_size)
     with opened(state.optimizer, loads=True) as raw:
-        return _load(Path(path), replace(state, optimizer=raw), None, buffer_size)
+        return _load(Path(path), replace(state, optimizer=raw), None, most)
 
 
 @called_by_all_ranks("load", "the newest training state")
@@ -250,17 +251,17 @@ def resume_training_state(
             exist.
     """
     wait_for_saves()
-    block_size(buffer_size)  # refuses a size that is too small before any folder is read
+    most = read_block_size(buffer_size)
     path = Path(folder)
     names = from_writer(lambda: None if (path / MANIFEST).is_file() else candidates(path))
     if names is None:  # on all ranks: the path is a training state itself
         return load_training_state(path, state, buffer_size=buffer_size)
-    newest = newest_complete(path, names, COLLECTIVE, num_ranks=num_ranks(), buffer_size=buffer_size)
+    newest = newest_complete(path, names, COLLECTIVE, rank=global_rank(), num_ranks=num_ranks(), most=most)
     if newest is None:
         on_writer(partial(refuse_lost, path))
         return None
     with opened(state.optimizer, loads=True) as raw:
-        return _load(newest.path, replace(state, optimizer=raw), newest, buffer_size)
+        return _load(newest.path, replace(state, optimizer=raw), newest, most)
 
 
 def random_files() -> dict[str, dict[str, object]]:
@@ -276,7 +277,8 @@ def _save_plan(
     *,
     step: int,
     keep_last: int,
-    buffer_size: float,
+    rank: int,
+    most: int,
 ) -> SavePlan:
     """Return the plan of a save: which rank writes which shards; collective.
 
@@ -286,11 +288,14 @@ def _save_plan(
         prepare: Is called on every rank, before any rank writes.
         step: See `SavePlan`.
         keep_last: See `SavePlan`.
-        buffer_size: See `SavePlan`.
+        rank: See `SavePlan`.
+        most: See `SavePlan`.
     """
-    local = {MODEL.part: local_model_state(state.model)}
+    model = NamedModel.of(state.model)
+    local = {MODEL.part: local_model_state(model)}
     if state.optimizer is not None:
-        local[OPTIMIZER.part] = local_optimizer_state(state.optimizer, _names(state))
+        names = model.parameter_names() if state.param_names is None else state.param_names
+        local[OPTIMIZER.part] = local_optimizer_state(state.optimizer, names)
     small: dict[str, Any] = {}
 
     def small_parts() -> object:
@@ -313,34 +318,30 @@ def _save_plan(
             **{random_file(rank, count): each for rank, each in enumerate(random_states)},
         },
         config=json.loads(json.dumps(dict(state.config), default=str)),
-        buffer_size=buffer_size,
+        rank=rank,
+        most=most,
     )
 
 
-def _names(state: TrainingState) -> ParamNames:
-    return parameter_names(state.model) if state.param_names is None else state.param_names
-
-
-def _load(
-    path: Path, state: TrainingState, checked: CheckedState | None, buffer_size: float
-) -> dict[str, Any]:
+def _load(path: Path, state: TrainingState, checked: CheckedState | None, most: int) -> dict[str, Any]:
     """Compare a training state with the objects of `state`, then overwrite them; collective.
 
     Args:
         path: The training state.
         state: The objects to load into; its optimizer is the raw one.
         checked: The training state, if its checksums have been compared.
-        buffer_size: The memory, in MB, that loading may take.
+        most: The most bytes that are read at once.
     """
-    names = _names(state) if state.optimizer is not None else {}
+    model = NamedModel.of(state.model)
+    names = model.parameter_names() if state.param_names is None else state.param_names
 
-    def own_names() -> list[list[str]]:
+    def own_names() -> list[Collection[str]]:
         named = named_parameters(state.optimizer, names) if state.optimizer is not None else {}
-        return [module_names(state.model), list(named)]
+        return [model.values, named]
 
     elsewhere = names_elsewhere(own_names)
     # Everything is read and compared here; if one rank cannot go on, none has overwritten anything.
-    plan = on_every_rank(lambda: _load_plan(path, state, names, checked, elsewhere, buffer_size))
+    plan = on_every_rank(lambda: _load_plan(path, state, model, names, checked, elsewhere, most))
     for name, part in state.small_parts.items():
         part.load_state_dict(plan.content[name])
     with plan.weights.noted():
@@ -372,14 +373,15 @@ class _LoadPlan:
 def _load_plan(
     path: Path,
     state: TrainingState,
+    model: NamedModel,
     names: ParamNames,
     checked: CheckedState | None,
     elsewhere: list[frozenset[str]],
-    buffer_size: float,
+    most: int,
 ) -> _LoadPlan:
     """Read and compare everything on this rank, and overwrite nothing."""
     if checked is None:
-        checked = check_state(path, part=global_rank(), num_parts=num_ranks(), buffer_size=buffer_size)
+        checked = check_state(path, part=global_rank(), num_parts=num_ranks(), most=most)
     content = read_plain(path / SMALL_FILE)
     missing = [name for name in state.small_parts if name not in content]
     if state.optimizer is not None and OPTIMIZER.part not in checked.indices:
@@ -400,7 +402,7 @@ def _load_plan(
         manifest=checked.manifest,
         content=content,
         weights=plan_model_loading(
-            state.model, _stored(checked, MODEL), source=str(path), strict=True, elsewhere=elsewhere[0]
+            model, _stored(checked, MODEL), source=str(path), strict=True, elsewhere=elsewhere[0]
         ),
         updates=updates,
         random=random,
@@ -408,11 +410,11 @@ def _load_plan(
     )
 
 
-def _stored(checked: CheckedState, kind: Kind) -> StoredStateDict:
+def _stored(checked: CheckedState, kind: Kind) -> Mapping[str, object]:
+    """Return the content of a sharded folder; its tree is compared with its tensors."""
     state = checked.indices[kind.part].state()
     with damage_named(checked.path / kind.part):
-        kind.join(state)  # checks the tensors that the tree names
-    return state
+        return kind.join(state)
 
 
 def _random_state_of(folder: Path, manifest: Manifest) -> tuple[dict[str, Any], str]:

@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from colossalai.cluster._dist_coordinator import priority_execution as priority_execution
     from colossalai.cluster._doctor import InstallationReport as InstallationReport
     from colossalai.cluster._doctor import examine_installation as examine_installation
+    from colossalai.cluster._plain_values import DTYPES as DTYPES
     from colossalai.cluster._plain_values import PlainCodec as PlainCodec
     from colossalai.cluster._plain_values import broadcast_value as broadcast_value
-    from colossalai.cluster._plain_values import dtype_named as dtype_named
     from colossalai.cluster._plain_values import gather_bytes as gather_bytes
     from colossalai.cluster._plain_values import gather_values as gather_values
     from colossalai.cluster._store_departure import StoreDeparture as StoreDeparture
@@ -52,9 +52,9 @@ _HOMES = {
     "priority_execution": "colossalai.cluster._dist_coordinator",
     "InstallationReport": "colossalai.cluster._doctor",
     "examine_installation": "colossalai.cluster._doctor",
+    "DTYPES": "colossalai.cluster._plain_values",
     "PlainCodec": "colossalai.cluster._plain_values",
     "broadcast_value": "colossalai.cluster._plain_values",
-    "dtype_named": "colossalai.cluster._plain_values",
     "gather_bytes": "colossalai.cluster._plain_values",
     "gather_values": "colossalai.cluster._plain_values",
     "StoreDeparture": "colossalai.cluster._store_departure",

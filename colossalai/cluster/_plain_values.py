@@ -32,6 +32,8 @@ from torch.distributed import distributed_c10d
 _SCALARS: dict[type, Callable[[Any], Any]] = {bool: bool, int: int, float: float, str: str.__str__}
 _JSON = {type(None), bool, int, float, str}  # types that are their own form
 _SHOWN = 100
+DTYPES = {name: dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
+"""Torch's dtypes by name ("bfloat16")."""
 # See [Note: one message if it is short].
 _MESSAGE = 1024  # bytes of the first message
 _SIZE = 8  # of them those of the size
@@ -229,7 +231,7 @@ def _value_of_leaf(form: str, content: Any) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    dtype = dtype_named(name)
+    dtype = DTYPES.get(name)
     if dtype is None:
         raise ValueError(f"there is no dtype {name[:_SHOWN]!r}")
     return dtype
@@ -243,12 +245,6 @@ def _tensor(dtype: str, shape: list[int], content: str | None) -> torch.Tensor:
     if not data:
         return empty
     return torch.frombuffer(data, dtype=torch.uint8).view(empty.dtype).view(empty.shape)
-
-
-def dtype_named(name: str) -> torch.dtype | None:
-    """Return torch's dtype of a name ("bfloat16"), None if there is none."""
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else None
 
 
 def _as_tensor(data: bytes, length: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from colossalai.checkpoint_io.formats._single import (
     verify,
 )
 from colossalai.checkpoint_io.resharding import FlatStateDict, StoredStateDict, StoredTensor, stored_views
-from colossalai.checkpoint_io.storage import INDEX, damage_named, listed, share_of_files, verify_file
+from colossalai.checkpoint_io.storage import INDEX, damage_named, listed, verify_files
 
 
 def load_state(
@@ -73,8 +73,8 @@ def _read(
 ) -> StoredStateDict:
     if (path / INDEX).is_file():
         sharded = read_sharded_index(path)
-        for name in [] if is_verified else share_of_files(sharded.files, global_rank(), num_ranks()):
-            verify_file(path / name, sharded.files[name], listed_in=INDEX)
+        if not is_verified:
+            verify_files(path, sharded.files, listed_in=INDEX, part=global_rank(), num_parts=num_ranks())
         return sharded.state()
     if path.is_dir():
         refuse_lost_index(path)

@@ -51,8 +51,8 @@ def header_of(
     listings: Sequence[tuple[str, torch.dtype, tuple[int, ...]]],
     sizes: Sequence[int],
     metadata: Mapping[str, str],
-) -> tuple[bytes, list[int]]:
-    """Return the beginning of a file, and the offset of each tensor in it.
+) -> bytes:
+    """Return the beginning of a file; the tensors follow it, one after the other.
 
     Args:
         listings: Name, dtype and shape of the tensors, in order. A tensor of a dtype that the format lacks
@@ -62,7 +62,7 @@ def header_of(
     """
     texts = dict(metadata)
     entries: dict[str, Mapping[str, object]] = {_METADATA: texts}
-    offsets, end = [], 0
+    end = 0
     for (name, dtype, shape), size in zip(listings, sizes, strict=True):
         known = _NAMES.get(dtype)
         entries[name] = {
@@ -70,13 +70,11 @@ def header_of(
             "shape": list(shape) if known else [size],
             "data_offsets": [end, end + size],
         }
-        offsets.append(end)
         end += size
     texts[_OF_HEADER] = _header_checksum(entries)
     text = json.dumps(entries).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
-    start = len(text).to_bytes(8, "little") + text
-    return start, [len(start) + offset for offset in offsets]
+    return len(text).to_bytes(8, "little") + text
 
 
 def has_intact_header(path: Path) -> bool:
@@ -139,7 +137,7 @@ def write_safetensors(
 
     def start_with(checksums: Mapping[str, int]) -> bytes:
         metadata = {"format": "pt", CHECKSUMS: json.dumps(checksums), **header}
-        return header_of(listings, sizes, metadata)[0]
+        return header_of(listings, sizes, metadata)
 
     start = start_with(dict.fromkeys(tensors, _WIDEST))
     checksums: dict[str, int] = {}

@@ -36,9 +36,9 @@ from colossalai.checkpoint_io.resharding import (
     names_by_tensor,
 )
 from colossalai.checkpoint_io.storage import (
-    DEFAULT_BUFFER_MB,
     FORM_OF_FILES,
     INDEX,
+    MOST_READ,
     WRITTEN,
     Checksum,
     Count,
@@ -46,19 +46,17 @@ from colossalai.checkpoint_io.storage import (
     Form,
     Json,
     aligned_blocks,
-    block_size,
     bytes_of,
     damage_named,
     file_entries,
     json_checksum,
     listed,
-    read_block_size,
     read_checked_json,
     refuse_links_out,
     refuse_strays,
     write_shared_folder,
 )
-from colossalai.cluster import dtype_named
+from colossalai.cluster import DTYPES
 from colossalai.monitor import still_moving
 from colossalai.tensor import Box, block_boxes, is_tiled
 
@@ -144,27 +142,27 @@ def write_sharded_index(folder: Path, index: ShardedIndex) -> None:
     read_sharded_index(folder)
 
 
-def read_sharded_index(folder: Path, *, buffer_size: float = DEFAULT_BUFFER_MB) -> ShardedIndex:
+def read_sharded_index(folder: Path, *, most: int = MOST_READ) -> ShardedIndex:
     """Read the index of a folder; the files that it names must have the listed sizes.
 
     The values are not read, and not compared with the checksums.
 
     Args:
         folder: The folder.
-        buffer_size: The memory, in MB, that reading a tensor can take in addition to its destination.
+        most: The most bytes that reading a tensor reads at once.
 
     Raises:
         ValueError: The index is damaged or of a later format, a file is missing or of another size, or a
             tensor is not all there.
         OSError: The index cannot be read.
     """
-    path, most = folder / INDEX, read_block_size(buffer_size)
+    path = folder / INDEX
     # Every field is there and of its kind, and no number is negative.
     body: dict[str, Any] = read_checked_json(path, "index", version=_FORMAT, form=_FORM)
     refuse_strays(body["files"], path)
     refuse_links_out(body["files"], folder)
+    files = file_entries(body["files"])
     with damage_named(path):
-        files = file_entries(body["files"])
         tensors = _tensors_of(body, files, folder, most)
     for name, entry in files.items():
         file = folder / name
@@ -186,9 +184,8 @@ def _tensors_of(
         KeyError: A shard is in a file that the index does not list.
     """
     tensors, boxes, lost = {}, {}, set()
-    dtypes = {name: dtype_named(name) for name in {entry["dtype"] for entry in body["tensors"].values()}}
     for name, entry in body["tensors"].items():
-        dtype = dtypes[entry["dtype"]]
+        dtype = DTYPES.get(entry["dtype"])
         if dtype is None:
             raise ValueError(f"{name} has the dtype {entry['dtype']!r}")
         shards = []
@@ -198,14 +195,11 @@ def _tensors_of(
             shards.append(FileShard(Box(tuple(offsets), tuple(sizes)), dtype, folder / file, begin, most))
         tensors[name] = StoredTensor(tuple(entry["shape"]), dtype, tuple(shards))
         boxes[name] = [shard.box for shard in shards]
-    lost |= {name for name, tensor in tensors.items() if not is_tiled(tensor.shape, boxes[name])}
     lost |= {name for name, first in body["same_as"].items() if first not in tensors}
+    lost |= {name for name, tensor in tensors.items() if not is_tiled(tensor.shape, boxes[name])}
     if lost:
         raise ValueError(f"it does not have all of {listed(sorted(lost))}, once")
     return tensors
-
-
-_BLOCK = WRITTEN  # most bytes that are summed and written at once
 
 
 @dataclass(frozen=True, eq=False)
@@ -271,9 +265,7 @@ def share_out(state: ShardedStateDict, num_ranks: int) -> list[list[WriteItem]]:
     return [sorted(items, key=lambda item: -item.of.dtype.itemsize) for items in shares]
 
 
-def write_items(
-    path: Path, items: Sequence[WriteItem], *, buffer_size: float = DEFAULT_BUFFER_MB
-) -> WriteResult:
+def write_items(path: Path, items: Sequence[WriteItem], *, most: int = WRITTEN) -> WriteResult:
     """Write a rank's shards to its file, and sync it to disk.
 
     Needs at most a block of memory in addition to the shards.
@@ -281,10 +273,10 @@ def write_items(
     Args:
         path: The file.
         items: The shards.
-        buffer_size: The memory that may be used, in MB.
+        most: The most bytes that are summed and written at once; at most `WRITTEN`.
 
     Raises:
-        ValueError: A tensor is not dense, or `buffer_size` is too small.
+        ValueError: A tensor is not dense.
         OSError: The file cannot be written.
     """
     for item in items:
@@ -292,11 +284,13 @@ def write_items(
             raise ValueError(f"{item.name} is not strided: only dense tensors can be saved in chunks")
     if not items:
         return WriteResult(0, 0, ())
-    most = min(_BLOCK, block_size(buffer_size))
+    most = min(WRITTEN, most)
     listings = [
         (shard_name(item.name, item.box, item.of.shape), item.of.dtype, item.box.sizes) for item in items
     ]
-    header, begins = header_of(listings, [item.nbytes for item in items], {"format": "pt"})
+    sizes = [item.nbytes for item in items]
+    header = header_of(listings, sizes, {"format": "pt"})
+    *begins, end = itertools.accumulate(sizes, initial=len(header))
     streams: list[Iterable[memoryview]] = [[memoryview(header)]]  # which yield when they are written
     for item, begin in zip(items, begins, strict=True):
         data = item.data
@@ -318,7 +312,7 @@ def write_items(
                 still_moving()
                 unreported = 0
         os.fsync(file.fileno())  # here the rank waits for its disk
-    return WriteResult(begins[-1] + items[-1].nbytes, checksum.value, tuple(begins))
+    return WriteResult(end, checksum.value, tuple(begins))
 
 
 def index_of(

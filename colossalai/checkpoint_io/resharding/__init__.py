@@ -6,14 +6,14 @@ tensors.
 """
 
 from colossalai.checkpoint_io.resharding._gather import gathered as gathered
-from colossalai.checkpoint_io.resharding._local_shards import cut_by_specs as cut_by_specs
+from colossalai.checkpoint_io.resharding._local_shards import StateCut as StateCut
 from colossalai.checkpoint_io.resharding._local_shards import fill as fill
 from colossalai.checkpoint_io.resharding._local_shards import in_full_precision as in_full_precision
 from colossalai.checkpoint_io.resharding._local_shards import new_like as new_like
 from colossalai.checkpoint_io.resharding._local_shards import new_states as new_states
-from colossalai.checkpoint_io.resharding._local_shards import note_filled as note_filled
-from colossalai.checkpoint_io.resharding._local_shards import refuse_unreadable as refuse_unreadable
+from colossalai.checkpoint_io.resharding._local_shards import notes_of as notes_of
 from colossalai.checkpoint_io.resharding._local_shards import shards_of_states as shards_of_states
+from colossalai.checkpoint_io.resharding._local_shards import state_cuts as state_cuts
 from colossalai.checkpoint_io.resharding._local_shards import whole_shapes as whole_shapes
 from colossalai.checkpoint_io.resharding._local_shards import with_local_shards as with_local_shards
 from colossalai.checkpoint_io.resharding._tensors import FileShard as FileShard

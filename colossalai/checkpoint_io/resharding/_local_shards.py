@@ -10,7 +10,8 @@ boxes are made, then, in loading, the values are read into them.
 """
 
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -58,48 +59,74 @@ def in_full_precision(value: T) -> T:
     return found
 
 
+@dataclass(frozen=True)
+class StateCut:
+    """Cut of the states of a parameter.
+
+    Attributes:
+        shape: Shape of the parameter on this rank.
+        whole_shape: Shape of the whole parameter.
+        spec: The cut of the whole by mesh axes; None without one.
+        part: The flat range of the states on this rank, None without one.
+    """
+
+    shape: Shape
+    whole_shape: Shape
+    spec: ShardingSpec | None
+    part: FlatRange | None
+
+    @property
+    def is_slice(self) -> bool:
+        """Whether the parameter is a slice, or not in torch's order, according to its spec."""
+        return self.spec is not None and not self.spec.is_identity
+
+
+def state_cuts(params: Mapping[str, nn.Parameter]) -> dict[str, StateCut]:
+    """Return the cut of the states of each parameter, by its name."""
+    specs = [spec_of(param) for param in params.values()]
+    ranges = [range_of_states(param) for param in params.values()]
+    return {
+        name: StateCut(
+            tuple(param.shape), tuple(param.shape) if spec is None else spec.whole_shape, spec, part
+        )
+        for (name, param), spec, part in zip(params.items(), specs, ranges, strict=True)
+    }
+
+
 def shards_of_states(
-    states: Mapping[str, Mapping[str, torch.Tensor]], params: Mapping[str, nn.Parameter]
+    states: Mapping[str, Mapping[str, torch.Tensor]], cuts: Mapping[str, StateCut]
 ) -> dict[str, dict[str, ShardedTensor]]:
     """Return this rank's shards of states: cut as the parameter is, where the extent is the same.
 
     Args:
         states: The tensors of each parameter's state by their keys, by the name of the parameter.
-        params: The parameters by name.
+        cuts: The cuts of the states, by the name of the parameter.
 
     Raises:
         ValueError: A parameter is a tensor-parallel slice, and a tensor of its state has another shape: it is
             not known how that is cut.
     """
-    specs = {name: spec_of(params[name]) for name in states}
-    ranges = {name: range_of_states(params[name]) for name in states}
     found: dict[str, dict[str, ShardedTensor]] = {}
     for name, tensors in states.items():
-        spec, part = specs[name], ranges[name]
-        extent = tuple(params[name].shape) if part is None else part.local_shape
+        cut = cuts[name]
+        extent = cut.shape if cut.part is None else cut.part.local_shape
         strange = [
             f"{key} {tuple(tensor.shape)}"
             for key, tensor in tensors.items()
             if tensor.ndim and tuple(tensor.shape) != extent
         ]
-        if strange and spec is not None and not spec.is_identity:
+        if strange and cut.is_slice:
             raise ValueError(
-                f"the state of {name!r}, a tensor-parallel slice of shape {tuple(params[name].shape)}, holds "
+                f"the state of {name!r}, a tensor-parallel slice of shape {cut.shape}, holds "
                 f"{listed(strange)}: only states of the slice's shape, and numbers, can be saved"
             )
         found[name] = {
-            key: _sharded(tensor.detach(), spec, part)
+            key: _sharded(tensor.detach(), cut.spec, cut.part)
             if tuple(tensor.shape) == extent
             else _sharded(tensor.detach(), None, None)
             for key, tensor in tensors.items()
         }
     return found
-
-
-def cut_by_specs(tensors: Mapping[str, torch.Tensor]) -> set[str]:
-    """Return the names of tensors that are slices, or not in torch's order, according to their specs."""
-    specs = {name: spec_of(tensor) for name, tensor in tensors.items()}
-    return {name for name, spec in specs.items() if spec is not None and not spec.is_identity}
 
 
 def whole_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
@@ -114,7 +141,7 @@ def whole_shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
 def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
     """Overwrite this rank's parts of tensors with stored values; no communication.
 
-    Afterwards, also after a failure, all ranks call `note_filled`.
+    Afterwards, also after a failure, all ranks call the functions of `notes_of`.
     """
     specs = [spec_of(tensor) for tensor, _ in targets]
     held = _held([tensor for tensor, _ in targets])
@@ -122,21 +149,16 @@ def fill(targets: Sequence[tuple[torch.Tensor, StoredTensor]]) -> None:
     _read(shards, [stored for _, stored in targets])
 
 
-def refuse_unreadable(tensors: Iterable[torch.Tensor]) -> None:
-    """Raise the errors of `fill` before it overwrites anything.
+def notes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Callable[[], None]]:
+    """Return the functions that all ranks must call after `fill`, by the names of the filled tensors.
+
+    Equal functions are called once, in this order. Before `fill`, since its errors are raised here.
 
     Raises:
         RuntimeError: The ranks have yet to exchange a write to one of `tensors`.
     """
-    for tensor in tensors:
-        flat_values(tensor)
-
-
-def note_filled(tensors: Iterable[torch.Tensor]) -> None:
-    """Let those that keep the values of tensors know that ranks have overwritten them; collective."""
-    held = [values for tensor in tensors if (values := flat_values(tensor)) is not None]
-    for note_written in dict.fromkeys(values.note_written for values in held):
-        note_written()
+    held = {name: flat_values(tensor) for name, tensor in tensors.items()}
+    return {name: values.note_written for name, values in held.items() if values is not None}
 
 
 def new_like(stored: StoredTensor, like: torch.Tensor) -> torch.Tensor:
@@ -147,7 +169,7 @@ def new_like(stored: StoredTensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def new_states(
-    wanted: Sequence[tuple[StoredTensor, nn.Parameter]], shapes: Mapping[nn.Parameter, Shape]
+    wanted: Sequence[tuple[StoredTensor, nn.Parameter]], cuts: Mapping[nn.Parameter, StateCut]
 ) -> list[torch.Tensor]:
     """Return this rank's parts of stored states, each cut and placed as its parameter is.
 
@@ -155,23 +177,22 @@ def new_states(
 
     Args:
         wanted: The states, each with its parameter.
-        shapes: The shapes of the whole parameters.
+        cuts: The cuts of the states of each parameter.
     """
     from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
-    specs = {param: spec_of(param) for _, param in wanted}
-    ranges = {param: range_of_states(param) for _, param in wanted}
     states: list[torch.Tensor] = []
     shards: list[ShardedTensor] = []
     sources: list[StoredTensor] = []
     for stored, param in wanted:
-        part = ranges[param]
-        if stored.shape == shapes[param]:
+        cut = cuts[param]
+        part = cut.part
+        if stored.shape == cut.whole_shape:
             if part is None:
                 state = torch.zeros_like(param, dtype=stored.dtype, requires_grad=False)
             else:
                 state = torch.zeros(part.local_shape, dtype=stored.dtype, device=part.device)
-            shards.append(_sharded(state, specs[param], part))
+            shards.append(_sharded(state, cut.spec, part))
             sources.append(stored)
         elif isinstance(param, DTensor) and stored.shape:
             everywhere = [Replicate()] * param.device_mesh.ndim

@@ -15,7 +15,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, Json, read_block_size, read_into
+from colossalai.checkpoint_io.storage import MOST_READ, Json, read_into
 from colossalai.tensor import Box, block_boxes, whole_box
 
 
@@ -243,7 +243,7 @@ class FileShard(StoredShard):
     dtype: torch.dtype
     path: Path
     begin: int
-    most: int = read_block_size(DEFAULT_BUFFER_MB)
+    most: int = MOST_READ
 
     def read(self, box: Box, out: torch.Tensor) -> None:
         """See the base class."""

@@ -25,6 +25,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.monitor import still_moving
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 _AT_CURRENT_FOLDER = -100
 _RENAME_EXCHANGE = 2
@@ -119,10 +120,12 @@ def sync(*paths: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Put every file and folder below `folder` on disk, and `folder` itself."""
+    paths: list[Path] = []
     for parent, _, names in os.walk(folder):
         # No link is followed, and no FIFO opened, which would wait: those are carried over, and not ours.
-        files = [path for name in names if stat.S_ISREG((path := Path(parent, name)).lstat().st_mode)]
-        sync(*files, Path(parent))
+        paths += (path for name in names if stat.S_ISREG((path := Path(parent, name)).lstat().st_mode))
+        paths.append(Path(parent))
+    sync(*paths)
 
 
 def _prepare(path: Path, num_bytes: int) -> Path:
@@ -282,9 +285,9 @@ def write_shared_folder(
     num_bytes: int,
     agreement: Agreement,
     write: Callable[[Path], T],
-    finish: Callable[[Path, list[T]], object],
+    finish: Callable[[Path, list[T]], U],
     keep: Callable[[str], bool] = lambda name: False,
-    after: Callable[[], Any] = lambda: None,
+    after: Callable[[U], Any] = lambda finished: None,
 ) -> Any:
     """Have all ranks write to an empty folder, which takes the place of `path` when all have; collective.
 
@@ -296,7 +299,8 @@ def write_shared_folder(
         finish: Writes on the writer, when all ranks have written, the files that no single rank has; takes
             the values of all ranks.
         keep: Whether an entry of the existing folder, by name, is carried over to the new one.
-        after: Is called on the writer when the folder is in place; returns a plain value.
+        after: Is called on the writer when the folder is in place, with the result of `finish`; returns a
+            plain value.
 
     Returns:
         The result of `after`, on every rank.
@@ -330,8 +334,8 @@ def write_shared_folder(
 
         def finish_here() -> Any:
             with clear_os_errors(path, num_bytes):
-                finish(target, told)
+                finished = finish(target, told)
             stack.close()  # synced to disk, and renamed into place
-            return after()
+            return after(finished)
 
         return agreement.from_writer(finish_here)

@@ -28,7 +28,7 @@ _MB = 1024 * 1024
 # allocator keep of earlier blocks.
 _BLOCKS_IN_BUFFER = 8
 _MOST = 32 * _MB  # larger blocks are not written faster
-_MOST_READ = 8 * _MB  # nor are larger ones than this read faster
+MOST_READ = 8 * _MB  # nor are larger ones than this read faster
 WRITTEN = 2 << 20  # bytes that are written at once, at multiples of it: a huge page of x86 and of most others
 _SECTOR = 4096
 _WORD = 8
@@ -55,7 +55,7 @@ def read_block_size(buffer_size: float) -> int:
     Raises:
         ValueError: `buffer_size` is too small to move a tensor at all.
     """
-    return min(_MOST_READ, block_size(buffer_size))
+    return min(MOST_READ, block_size(buffer_size))
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

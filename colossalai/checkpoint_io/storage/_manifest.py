@@ -11,11 +11,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from colossalai.checkpoint_io.storage._file_blocks import DEFAULT_BUFFER_MB, file_checksum, read_block_size
+from colossalai.checkpoint_io.storage._file_blocks import MOST_READ, file_checksum
 from colossalai.checkpoint_io.storage._untrusted import (
+    FORM_OF_FILES,
     Count,
+    FileEntry,
     Form,
     Json,
+    file_entries,
     json_checksum,
     listed,
     read_checked_json,
@@ -30,7 +33,6 @@ INDEX = "tensors.json"  # in each of the first two
 SMALL_FILE = "parts.pt"
 _IN_ALL = (SMALL_FILE, f"{MODEL_FOLDER}/{INDEX}")  # of these every training state consists
 _FORMAT = 2
-FORM_OF_FILES: Form = {str: {"size": Count(), "checksum": Count()}}
 _FORM: dict[str | type, Form] = {
     "serial": Count(),
     "step": Count(),
@@ -43,14 +45,6 @@ _FORM: dict[str | type, Form] = {
 def random_file(rank: int, num_ranks: int) -> str:
     """Return the name of the file with the random states of a rank, within a training state."""
     return f"{RANDOM_FOLDER}/{rank:05d}-of-{num_ranks:05d}.pt"
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """Expected size and checksum of a file."""
-
-    size: int
-    checksum: int
 
 
 @dataclass(frozen=True)
@@ -76,21 +70,23 @@ class Manifest:
     others: dict[str, Json] = field(default_factory=dict)
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Write a manifest, which also gets the files of the folder that it does not list yet."""
+def write_manifest(folder: Path, manifest: Manifest) -> Manifest:
+    """Write a manifest, which also gets the files of the folder that it does not list yet; return it."""
     paths = sorted(path for path in folder.rglob("*") if path.is_file())
     names = [path.relative_to(folder).as_posix() for path in paths]
     files = {}
     for name in names:
         # Those of tensors were summed while they were written, and are not read again.
-        size, most = (folder / name).stat().st_size, read_block_size(DEFAULT_BUFFER_MB)
+        size = (folder / name).stat().st_size
         files[name] = manifest.files.get(name) or FileEntry(
-            size, file_checksum(folder / name, size, most=most)
+            size, file_checksum(folder / name, size, most=MOST_READ)
         )
-    body = asdict(replace(manifest, files=files))
+    manifest = replace(manifest, files=files)
+    body = asdict(manifest)
     body |= body.pop("others")
     content = {"format": _FORMAT, "crc32": json_checksum(body), "manifest": body}
     (folder / MANIFEST).write_text(json.dumps(content, indent=2), encoding="utf-8")
+    return manifest
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -103,7 +99,8 @@ def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     body: dict[str, Any] = read_checked_json(path, "manifest", version=_FORMAT, form=_FORM)
     refuse_strays(body["files"], path, is_flat=False)
-    unlisted = [name for name in _IN_ALL if name not in body["files"]]
+    files = file_entries(body["files"])
+    unlisted = [name for name in _IN_ALL if name not in files]
     if unlisted:
         raise ValueError(f"{path} is damaged: it does not list {listed(unlisted)}, which all have")
     return Manifest(
@@ -112,14 +109,9 @@ def read_manifest(folder: Path) -> Manifest:
         num_ranks=body["num_ranks"],
         versions=body["versions"],
         config=body.get("config"),
-        files=file_entries(body["files"]),
+        files=files,
         others={name: value for name, value in body.items() if name not in (*_FORM, "config")},
     )
-
-
-def file_entries(content: Mapping[str, Mapping[str, int]]) -> dict[str, FileEntry]:
-    """Return the file entries of an index or a manifest, of `FORM_OF_FILES`."""
-    return {name: FileEntry(entry["size"], entry["checksum"]) for name, entry in content.items()}
 
 
 def first_misfit(folder: Path, manifest: Manifest) -> str | None:
@@ -136,44 +128,36 @@ def first_misfit(folder: Path, manifest: Manifest) -> str | None:
 
 def verify_files(
     folder: Path,
-    manifest: Manifest,
+    files: Mapping[str, FileEntry],
     *,
+    listed_in: str,
     part: int = 0,
     num_parts: int = 1,
-    buffer_size: float = DEFAULT_BUFFER_MB,
+    most: int = MOST_READ,
 ) -> None:
-    """Compare the files with the manifest; `num_parts` readers share the work, this one is `part`.
+    """Compare files with their entries; `num_parts` readers share the work, this one is `part`.
 
     Args:
         folder: The folder of the files.
-        manifest: The manifest.
-        part: Which of the readers this is.
+        files: The entries, by name in the folder.
+        listed_in: Name of the file with the entries, for messages.
+        part: Index of this reader.
         num_parts: Number of readers.
-        buffer_size: The memory that may be used, in MB.
+        most: The most bytes that are read at once.
 
     Raises:
-        ValueError: A file is missing, differs, or is outside of the folder; it is named.
+        ValueError: A file is missing, differs in size or checksum, or is outside of the folder; it is named.
+        OSError: A file cannot be read.
     """
-    refuse_links_out(manifest.files, folder)
-    for name in share_of_files(manifest.files, part, num_parts):
-        verify_file(folder / name, manifest.files[name], listed_in=MANIFEST, buffer_size=buffer_size)
-
-
-def verify_file(
-    path: Path, expected: FileEntry, *, listed_in: str, buffer_size: float = DEFAULT_BUFFER_MB
-) -> None:
-    """Compare a file with its entry.
-
-    Raises:
-        ValueError: The file is missing, or its size or its checksum differs.
-        OSError: The file cannot be read.
-    """
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; {listed_in} lists it")
-    if path.stat().st_size != expected.size:
-        raise ValueError(f"{path} has {path.stat().st_size} bytes, {listed_in} says {expected.size}")
-    if file_checksum(path, expected.size, most=read_block_size(buffer_size)) != expected.checksum:
-        raise ValueError(f"{path} is damaged: its checksum differs from that in {listed_in}")
+    refuse_links_out(files, folder)
+    for name in share_of_files(files, part, num_parts):
+        path, expected = folder / name, files[name]
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; {listed_in} lists it")
+        if path.stat().st_size != expected.size:
+            raise ValueError(f"{path} has {path.stat().st_size} bytes, {listed_in} says {expected.size}")
+        if file_checksum(path, expected.size, most=most) != expected.checksum:
+            raise ValueError(f"{path} is damaged: its checksum differs from that in {listed_in}")
 
 
 def share_of_files(files: Mapping[str, FileEntry], part: int, num_parts: int) -> list[str]:

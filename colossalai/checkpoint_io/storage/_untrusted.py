@@ -12,7 +12,7 @@ import stat
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -116,6 +116,22 @@ class Count:
     """
 
     least: int = 0
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """Expected size and checksum of a file."""
+
+    size: int
+    checksum: int
+
+
+FORM_OF_FILES: Form = {str: {"size": Count(), "checksum": Count()}}
+
+
+def file_entries(content: Mapping[str, Mapping[str, int]]) -> dict[str, FileEntry]:
+    """Return the file entries of an index or a manifest, of `FORM_OF_FILES`."""
+    return {name: FileEntry(entry["size"], entry["checksum"]) for name, entry in content.items()}
 
 
 def refuse_other_form(value: object, form: Form, what: str) -> None:

@@ -20,7 +20,7 @@ from colossalai.checkpoint_io.resharding import (
     plain,
     with_own_memory,
 )
-from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE, resolved
+from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, SMALL_FILE, block_size, resolved
 from colossalai.checkpoint_io.tools._open import KINDS, Opened
 from colossalai.tensor import Box, whole_box
 
@@ -152,7 +152,6 @@ def _to_state(
     small = plain(with_own_memory({**parts, "extra": extra}), at="training state")
     step = opened.manifest.step if opened.manifest is not None else conversion.step or 0
     plan = SavePlan(
-        buffer_size=conversion.buffer_size,
         path=target,
         step=step,
         keep_last=1,
@@ -160,6 +159,8 @@ def _to_state(
         shares={part: _shares(state, num_ranks) for part, state in states.items()},
         small_files={SMALL_FILE: small, **(opened.random or random_files())},
         config=None if opened.manifest is None else opened.manifest.config,
+        rank=0,
+        most=block_size(conversion.buffer_size),
     )
     write_training_state_alone(plan)
     return [name for name in _names_of(opened) if name not in {*parts, "extra", "epoch"}]

@@ -27,7 +27,6 @@ from colossalai.checkpoint_io.formats import (
 )
 from colossalai.checkpoint_io.resharding import FileShard, FlatStateDict, StoredStateDict
 from colossalai.checkpoint_io.storage import (
-    DEFAULT_BUFFER_MB,
     INDEX,
     MANIFEST,
     RANDOM_FOLDER,
@@ -118,7 +117,7 @@ def open_checkpoint(path: str | Path, *, variant: str | None = None, allow_pickl
 
 def _open_training_state(path: Path) -> Opened:
     refuse_links_out(read_manifest(path).files, path)
-    manifest = check_state(path, is_verified=True, buffer_size=DEFAULT_BUFFER_MB).manifest
+    manifest = check_state(path, is_verified=True).manifest
     small = read_plain(path / SMALL_FILE)
     return Opened(
         path=path,

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from colossalai.checkpoint_io._retention import is_like_a_state
 from colossalai.checkpoint_io.formats import DCP_INDEX, has_checksums, read_sharded_index, verify
-from colossalai.checkpoint_io.storage import INDEX, MANIFEST, read_manifest, refuse_links_out, verify_file
+from colossalai.checkpoint_io.storage import INDEX, MANIFEST, read_manifest, refuse_links_out, verify_files
 from colossalai.checkpoint_io.tools._open import KINDS, open_checkpoint
 
 
@@ -49,12 +49,12 @@ def verify_checkpoint(path: str | Path, *, variant: str | None = None) -> Iterat
         manifest = read_manifest(path)
         refuse_links_out(manifest.files, path)
         checks = {
-            path / name: partial(verify_file, path / name, entry, listed_in=MANIFEST)
+            path / name: partial(verify_files, path, {name: entry}, listed_in=MANIFEST)
             for name, entry in manifest.files.items()
         }
     elif (path / INDEX).is_file():
         checks = {
-            path / name: partial(verify_file, path / name, entry, listed_in=INDEX)
+            path / name: partial(verify_files, path, {name: entry}, listed_in=INDEX)
             for name, entry in read_sharded_index(path).files.items()
         }
     elif path.is_dir() or path.name.endswith(".json"):
