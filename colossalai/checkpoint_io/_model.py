@@ -96,7 +96,7 @@ def gathered_weights(
     """
     with as_memory():
         state = model_state(module)
-    groups = names_by_tensor(state.tensors)
+    groups = state.names_by_tensor
     tensors = {name: state.tensors[name] for name in groups}
     memory = {name: place for name in groups if (place := into(name)) is not None}
     whole = gathered(tensors, mesh, device=device, into=memory)

@@ -9,7 +9,7 @@ from torch import nn
 from colossalai.checkpoint_io._collective import called_by_all_ranks
 from colossalai.checkpoint_io._model import OpenedModel, fill_model, flat_state, model_state, stored_values
 from colossalai.checkpoint_io._state import LoadReport
-from colossalai.checkpoint_io.resharding import FlatStateDict, gathered, names_by_tensor, stored_views
+from colossalai.checkpoint_io.resharding import FlatStateDict, gathered, stored_views
 from colossalai.context import Mesh
 from colossalai.tensor import as_memory
 
@@ -33,7 +33,7 @@ def whole_state_dict(
         ValueError: `module` is not held whole by the ranks together.
     """
     state = model_state(module, prefix=prefix)
-    groups = names_by_tensor(state.tensors)
+    groups = state.names_by_tensor
     tensors: dict[str, torch.Tensor] = {}
     whole = gathered({name: state.tensors[name] for name in groups}, mesh, device=device)
     for names, tensor in zip(groups.values(), whole, strict=True):

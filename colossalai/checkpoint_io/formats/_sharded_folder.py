@@ -33,7 +33,6 @@ from colossalai.checkpoint_io.resharding import (
     ShardedStateDict,
     StoredTensor,
     TensorMetadata,
-    names_by_tensor,
 )
 from colossalai.checkpoint_io.storage import (
     FORM_OF_FILES,
@@ -246,7 +245,7 @@ def share_out(state: ShardedStateDict, num_ranks: int) -> list[list[WriteItem]]:
     """
     shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    names = list(names_by_tensor(state.tensors))
+    names = list(state.names_by_tensor)
     for name in names:
         tensor = state.tensors[name]
         if not is_tiled(tensor.shape, list(tensor.ranks_of)):
@@ -332,7 +331,7 @@ def index_of(
             shard = FileShard(item.box, item.of.dtype, folder / name, begin)
             shards.setdefault(item.name, []).append(shard)
     tensors, same_as = {}, {}
-    for first, names in names_by_tensor(state.tensors).items():
+    for first, names in state.names_by_tensor.items():
         tensor = state.tensors[first]
         tensors[first] = StoredTensor(tensor.shape, tensor.dtype, tuple(shards.get(first, ())))
         same_as.update(dict.fromkeys(names[1:], first))

@@ -22,7 +22,6 @@ from colossalai.checkpoint_io.resharding import (
     ShardedTensor,
     StoredTensor,
     TensorMetadata,
-    names_by_tensor,
     with_tensors_named,
 )
 from colossalai.checkpoint_io.storage import (
@@ -109,7 +108,7 @@ def refuse_what_cannot_be_gathered(state: State, *, only_dense: bool) -> None:
     Raises:
         ValueError: A part of a tensor is on no rank, or a tensor is sparse and cannot be written.
     """
-    for name in names_by_tensor(state.tensors):
+    for name in state.names_by_tensor:
         tensor = state.tensors[name]
         if not isinstance(tensor, ShardedTensor):
             continue
@@ -239,13 +238,13 @@ def write_torch_states(
     tensors: list[TensorMetadata] = []
     for state in states:
         on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=False))
-        tensors += [state.tensors[name] for name in names_by_tensor(state.tensors)]
+        tensors += [state.tensors[name] for name in state.names_by_tensor]
     _write_torch(write, content, tensors, ".", size=block_size(buffer_size))
 
 
 def _write_file(write: Write, state: State, kind: Kind, *, use_safetensors: bool, size: int) -> None:
     on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=use_safetensors))
-    tensors = {name: state.tensors[name] for name in names_by_tensor(state.tensors)}
+    tensors = {name: state.tensors[name] for name in state.names_by_tensor}
     if use_safetensors:
         header = {TREE_KEY: json.dumps(_tree_of_first_names(state))}
         _write_safetensors(write, tensors, ".", size=size, header=header)
@@ -256,7 +255,7 @@ def _write_file(write: Write, state: State, kind: Kind, *, use_safetensors: bool
 def _write_folder(write: Write, state: State, kind: Kind, layout: FileLayout, *, size: int) -> None:
     """Write shards and an index into the folder that is being written; collective."""
     on_every_rank(partial(refuse_what_cannot_be_gathered, state, only_dense=layout.use_safetensors))
-    groups = names_by_tensor(state.tensors)
+    groups = state.names_by_tensor
     plan = plan_shards(
         {name: state.tensors[name].nbytes for name in groups}, size_per_shard=layout.size_per_shard
     )
@@ -283,7 +282,7 @@ def _write_folder(write: Write, state: State, kind: Kind, layout: FileLayout, *,
 
 def _tree_of_first_names(state: State) -> Json:
     """Return the tree of a state in which tied tensors have the name that safetensors stores them under."""
-    groups = names_by_tensor(state.tensors)
+    groups = state.names_by_tensor
     firsts = {name: first for first, names in groups.items() for name in names}
     return with_tensors_named(state.tree, firsts)
 

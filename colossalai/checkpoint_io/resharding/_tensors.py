@@ -10,6 +10,7 @@ import mmap
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -322,6 +323,11 @@ class FlatStateDict(Generic[TensorT]):
 
     tensors: Mapping[str, TensorT]
     tree: Json
+
+    @cached_property
+    def names_by_tensor(self) -> dict[str, list[str]]:
+        """Names of each tensor (a tied one has several), under the first of them."""
+        return names_by_tensor(self.tensors)
 
     @property
     def nbytes(self) -> int:

@@ -16,7 +16,6 @@ from colossalai.checkpoint_io.resharding import (
     StoredShard,
     StoredStateDict,
     StoredTensor,
-    names_by_tensor,
     plain,
     with_own_memory,
 )
@@ -101,7 +100,7 @@ def convert_checkpoint(opened: Opened, target: str | Path, conversion: Conversio
 
 def _passing(state: StoredStateDict, part: str, conversion: Conversion) -> StoredStateDict:
     tensors: dict[str, StoredTensor] = {}
-    for first, names in names_by_tensor(state.tensors).items():
+    for first, names in state.names_by_tensor.items():
         source = state.tensors[first]
         is_cast = conversion.dtype is not None and part == MODEL.part and source.dtype in _FLOATS
         dtype = conversion.dtype if is_cast and conversion.dtype is not None else source.dtype
@@ -174,7 +173,7 @@ def _shares(state: StoredStateDict, num_ranks: int) -> Sequence[Sequence[WriteIt
     """Return for every file the tensors that are written into it, whole."""
     shares: list[list[WriteItem]] = [[] for _ in range(num_ranks)]
     loads = [0] * num_ranks
-    for name in names_by_tensor(state.tensors):
+    for name in state.names_by_tensor:
         tensor = state.tensors[name]
         rank = loads.index(min(loads))
         loads[rank] += tensor.nbytes
