@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
@@ -52,20 +52,9 @@ class ModelWrapper(AppliedModel):
         self.trained_by = tuple(trained_by)
         self.parts = parts
         self.optimizers: tuple[Any, ...] = ()  # optimizers whose steps are delayed to the end of a window
+        if pipeline is not None:
+            self.forward = _refuse_to_run_a_stage  # type: ignore[method-assign]
         self._stand_for(raw)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; see the base class.
-
-        Raises:
-            ValueError: The module is a stage of a pipeline, not a whole model.
-        """
-        if self.pipeline is not None:
-            raise ValueError(
-                "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
-                "booster.execute_pipeline(...), which run a batch through all stages"
-            )
-        return super().forward(*args, **kwargs)
 
     def register_forward_method(self, name: str) -> None:
         """Make a method of the model run as its forward does, when it is called on this wrapper.
@@ -168,3 +157,15 @@ class ModelWrapper(AppliedModel):
             report = checkpoint_io.load_whole_state_dict(self.unwrap(), state_dict, strict=strict)
             return _IncompatibleKeys([*report.missing], [*report.unexpected])
         return super().load_state_dict(state_dict, strict=strict, assign=assign)
+
+
+def _refuse_to_run_a_stage(*_: Any, **__: Any) -> NoReturn:
+    """Take the place of the forward of a wrapper with a pipeline.
+
+    Raises:
+        ValueError: Always: the module is a stage of a pipeline, not a whole model.
+    """
+    raise ValueError(
+        "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "
+        "booster.execute_pipeline(...), which run a batch through all stages"
+    )

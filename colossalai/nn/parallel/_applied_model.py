@@ -52,9 +52,11 @@ class AppliedModel(TransparentModule):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; its outputs lead to the auxiliary losses of its layers with experts."""
+        module = self._modules["module"]  # `self.module` would go through `__getattr__` in each forward
+        assert module is not None
         if self._collector is None:
-            return self.module(*args, **kwargs)
-        return self._collector.run_forward(self.module, args, kwargs)
+            return module(*args, **kwargs)
+        return self._collector.run_forward(module, args, kwargs)
 
     def set_sync(self, enabled: bool) -> None:
         """Set whether the next forward and its backward synchronize gradients."""
