@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
-from colossalai.zero.gemini._chunk import Chunk, ChunkState
+from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
 from colossalai.zero.gemini.planning import EvictionPlan, Home, OtherBytes, Period, Trace, Tracer
 
@@ -123,7 +123,9 @@ class ChunkCache:
             self.tracer.end_forward()
 
     def pin(self, needed: Mapping[Chunk, str], func: Callable[..., Any]) -> None:
-        """Fetch the chunks that a function takes, and keep them until `Chunk.end_use`; collective then.
+        """Fetch the chunks that a function takes, and pin them: the caller subtracts from `num_uses`.
+
+        Collective, if a chunk is not present.
 
         Args:
             needed: The chunks, each with the name of a parameter for which it is needed.
@@ -134,9 +136,9 @@ class ChunkCache:
         """
         if self._is_strict:
             self._check_fits(needed, func)
-        for chunk, name in needed.items():
+        for chunk in needed:
             self.fetch(chunk, needed)
-            chunk.begin_use(name)
+            chunk.num_uses += 1
 
     def take_write(self, chunk: Chunk, name: str) -> None:
         """Copy a write into the whole of a chunk into its section; `gathered` does so at its end.
@@ -170,7 +172,7 @@ class ChunkCache:
         period = None
         if self.tracer is not None and self.num_blocks == 0 and not self._is_evaluating:  # in an iteration
             held = self._held(needed)
-            period = self.tracer.use(chunk.number, held, is_backward=_is_in_backward())
+            period = self.tracer.use(chunk.number, held, is_backward=is_in_backward())
         if period is not None:
             # Evict before the gather below allocates: the plan counts on this order.
             self._evict(other for other in list(self._present) if other.number not in period.present)
@@ -254,10 +256,8 @@ class ChunkCache:
 
     def end_backward_of(self, chunk: Chunk) -> None:
         """Free a chunk whose gradients are complete, unless it is pinned or a plan decides."""
-        chunk.end_backward()
-        is_held = self.num_blocks > 0 or chunk.num_uses > 0 or self._has_plan
-        if chunk.state is ChunkState.READY_FOR_REDUCE and not is_held and chunk.is_apart:
-            self._free(chunk)
+        if self.num_blocks == 0 and not self._has_plan:
+            self._evict([chunk])
 
     @contextmanager
     def gathered(self, chunks: Sequence[Chunk] | None = None) -> Iterator[None]:
@@ -421,5 +421,6 @@ class ChunkCache:
                 chunk.num_writes += 1
 
 
-def _is_in_backward() -> bool:
+def is_in_backward() -> bool:
+    """Return whether this thread is in a backward, which recomputations are."""
     return bool(torch._C._current_graph_task_id() != -1)

@@ -1,23 +1,14 @@
 """Chunks: flat tensors of consecutive parameters, each sharded over the ranks that share them.
 
 [Note: the life of a chunk]
-A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters.
-It is freed when room is needed, when all gradients of a backward are complete, and after a step, as its
-values are out of date then. `ChunkState` is the state of the whole:
-
-| state | the whole | next |
-| --- | --- | --- |
-| FREE | is not present | it is gathered: HOLD |
-| HOLD | is present, no function uses it | a use, the last gradient, or it is freed |
-| COMPUTE | a function uses it | the end of the use |
-| READY_FOR_REDUCE | is present; all gradients are complete | it is freed, or a use of the next forward |
-
-The tier of a chunk's section (device, host or disk) is independent of it, see `_tiers.py`.
+A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters
+(`hold`), and is pinned during the use (`num_uses`). It is freed when room is needed, when all gradients of a
+backward are complete, and after a step, as its values are out of date then; never while it is pinned. There
+is no other state. The tier of a chunk's section (device, host or disk) is independent of it, see `_tiers.py`.
 """
 
 import time
 from collections.abc import Mapping, Sequence
-from enum import Enum
 from typing import NamedTuple, cast
 
 import torch
@@ -31,28 +22,6 @@ from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini.planning import Home
-
-
-class ChunkState(Enum):
-    """State of the gathered whole of a chunk; see [Note: the life of a chunk]."""
-
-    FREE = "free"
-    COMPUTE = "compute"
-    HOLD = "hold"
-    READY_FOR_REDUCE = "ready for reduce"
-
-    __hash__ = object.__hash__  # `Enum.__hash__` is a Python function, and each use would call it twice
-
-
-_FREE, _COMPUTE, _HOLD = ChunkState.FREE, ChunkState.COMPUTE, ChunkState.HOLD
-_READY = ChunkState.READY_FOR_REDUCE
-LEGAL_MOVES: dict[ChunkState, frozenset[ChunkState]] = {
-    _FREE: frozenset({_HOLD}),
-    _HOLD: frozenset({_FREE, _COMPUTE, _READY}),
-    _COMPUTE: frozenset({_HOLD}),
-    _READY: frozenset({_FREE, _COMPUTE}),
-}
-"""From each state to those that may follow."""
 
 
 class Chunk:
@@ -77,10 +46,10 @@ class Chunk:
         home: The tier of the section.
         states_home: The tier of its mean gradients, master weights and optimizer states.
         whole: All values while they are present.
-        state: State of the whole.
         num_uses: Number of functions, and blocks that gather it, that need it now.
         num_writes: Number of writes other than those of optimizers; its section has the values.
-        views: The values of parameters as views of `whole`, which callers do not pass on; by their number.
+        version: Version of `whole` when it last matched the sections.
+        views: Views of `whole` in the shapes of parameters, by their number, as they are requested.
     """
 
     def __init__(
@@ -102,11 +71,10 @@ class Chunk:
         self.tiers = tiers
         self.home = self.states_home = Home.COMPUTE
         self.whole: torch.Tensor | None = None
-        self.state = ChunkState.FREE
         self.num_uses = self.num_writes = 0
         self.names = names
         self._mean_on_disk: torch.Tensor | None = None
-        self._version = 0  # of `whole`, when it last matched the sections
+        self.version = 0
         self.views: dict[int, torch.Tensor] = {}
 
     @property
@@ -174,65 +142,33 @@ class Chunk:
         """Return the name of one of its parameters."""
         return self.names[next(n for n, own in enumerate(self.layout.params) if own is param)]
 
-    def move(self, state: ChunkState, *, name: str = "") -> None:
-        """Change the state.
-
-        Args:
-            state: The next one.
-            name: Name of the parameter that causes the move, for the error message.
-        """
-        assert state in LEGAL_MOVES[self.state], (
-            f"chunk {self.number} ({name or ', '.join(self.names)}) is {self.state.value}, "
-            f"and cannot become {state.value}"
-        )
-        self.state = state
-
     def hold(self, whole: torch.Tensor) -> None:
         """Take the gathered values."""
+        assert self.whole is None, f"{self}, and is gathered again"
         self.whole = whole
-        self._version = whole._version
-        self.move(ChunkState.HOLD)
+        self.version = whole._version
 
     def free(self) -> None:
         """Free the whole; its memory is returned with the last reference."""
-        self.move(ChunkState.FREE)
+        assert self.whole is not None, f"{self}, and is freed"
+        assert self.num_uses == 0, f"{self}, and is freed"
         self.whole = None
         self.views.clear()
 
-    def make_view(self, index: int) -> torch.Tensor:
-        """Return the values of a parameter, as a view that is in `views` as long as the whole is there."""
-        assert self.whole is not None, f"chunk {self.number} is not present"
-        view = self.views[index] = self.layout.view(self.whole, index)
-        return view
-
-    def begin_use(self, name: str) -> None:
-        """Count a function that begins to use it, because of a parameter."""
-        if self.num_uses == 0:
-            self.move(ChunkState.COMPUTE, name=name)
-        self.num_uses += 1
-
-    def end_use(self) -> bool:
-        """Count the end of a use; return whether a write is pending."""
-        self.num_uses -= 1
-        if self.num_uses == 0:
-            self.move(ChunkState.HOLD)
-        return self.whole is not None and self.whole._version != self._version
-
-    def end_backward(self) -> None:
-        """Mark the gradients of its parameters as complete, if the whole is present."""
-        if self.state is ChunkState.HOLD:
-            self.move(ChunkState.READY_FOR_REDUCE)
+    def __str__(self) -> str:
+        state = "not present" if self.whole is None else f"present with {self.num_uses} uses"
+        return f"chunk {self.number} ({', '.join(self.names)}) is {state}"
 
     @property
     def is_written(self) -> bool:
         """Whether the whole was written since it was gathered or since the last `take_write`."""
-        return self.whole is not None and self.whole._version != self._version
+        return self.whole is not None and self.whole._version != self.version
 
     def take_write(self) -> bool:
         """Return whether a write is pending, and clear it."""
         was_written = self.is_written
         if self.whole is not None:
-            self._version = self.whole._version
+            self.version = self.whole._version
         return was_written
 
 

@@ -4,7 +4,7 @@
 A parameter of a model under Gemini becomes a `ChunkedParameter`: the same object, of another class, with one
 NaN in the place of its memory. Every function of torch that takes it calls `__torch_function__` of its class.
 Inside a module's forward, a backward or a recomputation the function gets a view of the gathered chunk
-instead, which to autograd is a view of the parameter (`_value`). So control flow, tied and reused weights,
+instead, which to autograd is a view of the parameter (`_view_of`). So control flow, tied and reused weights,
 functional calls and checkpointing need no rules. Shape and type are returned without values; any other
 function raises an error with the parameter's name outside of a use.
 
@@ -18,8 +18,9 @@ A tensor saved by other hooks (torch's checkpoint has its own hooks inside these
 counted until it is freed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -36,7 +37,7 @@ from colossalai.tensor import (
     set_flat_values,
     with_gradient_edges,
 )
-from colossalai.zero.gemini._cache import ChunkCache
+from colossalai.zero.gemini._cache import ChunkCache, is_in_backward
 from colossalai.zero.gemini._chunk import Chunk
 
 _SavedView = tuple[Chunk, torch.Size, tuple[Any, ...], Any]  # chunk, sizes, strides, offset
@@ -50,6 +51,7 @@ class ParamHandle:
         hooks: The hooks of its model.
         chunk: The chunk with its values.
         index: The number of the parameter in the chunk.
+        place: Its sizes, strides and offset in the whole of the chunk.
         name: The name of the parameter in the model.
         is_colo: Whether it is a ColoTensor that tensor parallelism shards.
     """
@@ -57,13 +59,14 @@ class ParamHandle:
     hooks: "ModelHooks"
     chunk: Chunk
     index: int
+    place: tuple[torch.Size, tuple[int, ...], int]
     name: str
     is_colo: bool
 
     def view(self) -> torch.Tensor:
         """Return the values, as a view of the chunk, which is present."""
-        assert self.chunk.whole is not None, f"the chunk of {self.name} is not present"
-        return self.chunk.layout.view(self.chunk.whole, self.index)
+        assert self.chunk.whole is not None, f"{self.name} is used, and {self.chunk}"
+        return torch.as_strided(self.chunk.whole, *self.place)
 
     def held(self) -> FlatValues:
         """Return the values in this rank's section.
@@ -110,9 +113,7 @@ class ModelHooks:
     def __init__(self, cache: ChunkCache) -> None:
         self.cache = cache
         self.open_views: list[Mapping[nn.Parameter, torch.Tensor]] = []
-        self._by_placeholder: dict[
-            int, ParamHandle
-        ] = {}  # by the storage of the placeholder of the parameter
+        self._by_placeholder: dict[int, ParamHandle] = {}  # by the storage of the parameter's placeholder
         self._depth = 0  # of forwards, one in the other
         self._has_saved_hooks = False
         self._saved_hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
@@ -128,8 +129,10 @@ class ModelHooks:
             chunk: The chunk.
             names: The names of parameters in the model.
         """
-        for index, param in enumerate(chunk.layout.params):
-            handle = ParamHandle(self, chunk, index, names[param], is_colo=cut_of(param) is not None)
+        layout = chunk.layout
+        for index, param in enumerate(layout.params):
+            place = layout.shapes[index], layout.strides[index], layout.starts[index]
+            handle = ParamHandle(self, chunk, index, place, names[param], is_colo=cut_of(param) is not None)
             nothing = float("nan") if param.is_floating_point() or param.is_complex() else 0
             param.data = torch.full((), nothing, dtype=param.dtype, device=param.device).expand(param.shape)
             setattr(param, CHUNK_PLACE, handle)
@@ -144,7 +147,7 @@ class ModelHooks:
             return
         refuse_transformations("a forward of a model in chunks")  # `leave` is called in any case
         # Not in a recomputation: the hooks of torch's checkpoint count the tensors that it saves.
-        if not _is_in_backward():
+        if not is_in_backward():
             self._saved_hooks.__enter__()
             self._has_saved_hooks = True
             self.cache.begin_forward((args, kwargs), is_training=torch.is_grad_enabled())
@@ -159,7 +162,7 @@ class ModelHooks:
 
     def is_use(self) -> bool:
         """Return whether values can be used now: in a forward, a backward or `gathered`."""
-        return self._depth > 0 or self.cache.num_blocks > 0 or _is_in_backward()
+        return self._depth > 0 or self.cache.num_blocks > 0 or is_in_backward()
 
     def view_in_module(self, param: nn.Parameter) -> torch.Tensor | None:
         """Return the values of a parameter in the innermost whole module that has it and is running."""
@@ -175,8 +178,7 @@ class ModelHooks:
         storage = tensor.untyped_storage()._cdata
         handle = self._by_placeholder.get(storage)
         if handle is not None:  # an `autograd.Function` saves its argument
-            layout, index = handle.chunk.layout, handle.index
-            return handle.chunk, layout.shapes[index], layout.strides[index], layout.starts[index]
+            return handle.chunk, *handle.place
         cache = self.cache
         chunk = cache.gathered_at.get(storage)
         if chunk is None and cache.tracer is not None and cache.tracer.plans:
@@ -208,33 +210,33 @@ class ChunkedParameter(nn.Parameter):
     ) -> Any:
         """Call a function of torch on views of the gathered chunks, or raise outside of a use."""
         kwargs = kwargs or {}
-        if func in _WITHOUT_VALUES and not _has_values_from(args, kwargs):
+        # Other parameters among its arguments are data: `torch.full_like(param, other)`.
+        if func in _WITHOUT_VALUES and not _params_among(args[1:], kwargs.values()):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in OF_AUTOGRAD:
             args, kwargs = with_gradient_edges(func, args, kwargs)
             return func(*args, **kwargs)
-        params = list(_params_among(args, kwargs.values()))
+        params = _params_among(args, kwargs.values())
         needed: dict[ChunkCache, dict[Chunk, str]] = {}
-        for handle in map(handle_of, params):
+        for handle in map(_HANDLE, params):
             needed.setdefault(handle.hooks.cache, {})[handle.chunk] = handle.name
-        _refuse_wrong_uses(func, args, handle_of(params[0]))
+        _refuse_wrong_uses(func, args, _HANDLE(params[0]))
         for cache, chunks in needed.items():
             cache.pin(chunks, func)  # collective, if a chunk is not present
         try:
             with torch._C.DisableTorchFunctionSubclass():  # attributes of parameters are not uses
-                versions = [param._version for param in params]
-                args = tuple(map(_value, args))
-                kwargs = {name: _value(value) for name, value in kwargs.items()}
+                versions = list(map(_VERSION, params))
+                args = _with_views(args)
+                if kwargs:
+                    (kwargs,) = _with_views((kwargs,))
             result = func(*args, **kwargs)
             with torch._C.DisableTorchFunctionSubclass():
-                if versions != [param._version for param in params]:
+                if versions != list(map(_VERSION, params)):
                     _note_writes(params, versions)
             return result
         finally:
-            uses = [(cache, *each) for cache, chunks in needed.items() for each in chunks.items()]
-            for cache, chunk, name in [use for use in uses if use[1].end_use()]:
-                cache.take_write(chunk, name)
+            _end_use(needed)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Return a description, with the values inside of `gathered()`."""
@@ -257,8 +259,7 @@ class ChunkedParameter(nn.Parameter):
 
 def handle_of(param: torch.Tensor) -> ParamHandle:
     """Return the handle of a parameter in a chunk."""
-    handle: ParamHandle = getattr(param, CHUNK_PLACE)
-    return handle
+    return _HANDLE(param)
 
 
 def is_chunked(param: object) -> bool:
@@ -295,37 +296,55 @@ def refuse_transformations(what: str) -> None:
     Raises:
         RuntimeError: `what` happens under one of `torch.func`, or in `torch.jit.trace`.
     """
-    if _is_transformed():
+    if torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing():
         raise RuntimeError(
             f"{what} under torch.func, vmap or torch.jit.trace: these do not run the model as it is; use "
             "them inside `with model.gathered():` on a copy of the model (copy.deepcopy)"
         )
 
 
-def _is_transformed() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None or torch.jit.is_tracing()
+def _with_views(nest: Any) -> Any:
+    """Return a tuple or list of arguments with views in the places of parameters, also in nests in it."""
+    found = []
+    for value in nest:
+        kind = type(value)  # `isinstance` calls the metaclass of `Parameter`, at several times the cost
+        if kind is ChunkedParameter:
+            value = _view_of(value)
+        elif kind is list or kind is tuple:
+            value = _with_views(value)
+        elif kind is dict:
+            value = dict(zip(value, _with_views(list(value.values())), strict=True))
+        found.append(value)
+    return found if type(nest) is list else tuple(found)
 
 
-def _value(nest: Any) -> Any:
-    """Return an argument of a function with views in the places of parameters."""
-    kind = type(nest)
-    if kind is ChunkedParameter:
-        handle = handle_of(nest)
-        if not (nest.requires_grad and torch.is_grad_enabled()):
-            use = handle.view()
-        elif handle.hooks.open_views and (view := handle.hooks.view_in_module(nest)) is not None:
-            return view
-        else:
-            # To autograd a view of the parameter, so that its gradient is the parameter's; but of other
-            # memory. An `autograd.Function` does the same in 10 us more, forward and backward.
-            use, values = nest.view_as(nest), handle.chunk.views.get(handle.index)
-            use.data = handle.chunk.make_view(handle.index) if values is None else values
-        return follow_cut(use, nest) if handle.is_colo else use
-    if kind is list or kind is tuple:
-        return kind(map(_value, nest))
-    if kind is dict:
-        return {key: _value(value) for key, value in nest.items()}
-    return nest
+def _view_of(param: ChunkedParameter) -> torch.Tensor:
+    """Return the values of a parameter, to autograd a view of it, or a result of its whole module."""
+    handle = _HANDLE(param)
+    if not (param.requires_grad and torch.is_grad_enabled()):
+        use = handle.view()
+    elif handle.hooks.open_views and (view := handle.hooks.view_in_module(param)) is not None:
+        return view
+    else:
+        # A view of the parameter, so that its gradient is the parameter's, but of other memory. An
+        # `autograd.Function` does the same in 10 us more, forward and backward.
+        use, views, index = param.view_as(param), handle.chunk.views, handle.index
+        if index not in views:
+            views[index] = handle.view()
+        use.data = views[index]
+    return follow_cut(use, param) if handle.is_colo else use
+
+
+def _end_use(needed: Mapping[ChunkCache, Mapping[Chunk, str]]) -> None:
+    """End the pins of a function, and take its writes; then its chunks can be evicted."""
+    written = []
+    for cache, chunks in needed.items():
+        for chunk, name in chunks.items():
+            chunk.num_uses -= 1
+            if chunk.whole is not None and chunk.whole._version != chunk.version:
+                written.append((cache, chunk, name))
+    for cache, chunk, name in written:  # last, since it raises where other ranks have copies
+        cache.take_write(chunk, name)
 
 
 def _note_writes(params: Iterable[ChunkedParameter], versions: Iterable[int]) -> None:
@@ -335,27 +354,19 @@ def _note_writes(params: Iterable[ChunkedParameter], versions: Iterable[int]) ->
             torch.autograd.graph.increment_version(handle_of(param).view())
 
 
-def _params_among(*nests: Iterable[Any]) -> Iterator[ChunkedParameter]:
+def _params_among(*nests: Iterable[Any]) -> list[ChunkedParameter]:
+    """Return the parameters in chunks among arguments of a function, in their order."""
+    found: list[ChunkedParameter] = []
     for nest in nests:
         for value in nest:
-            kind = type(value)  # `isinstance` calls the metaclass of `Parameter`, at several times the cost
+            kind = type(value)
             if kind is ChunkedParameter:
-                yield value
+                found.append(value)
             elif kind is list or kind is tuple:
-                yield from _params_among(value)
+                found += _params_among(value)
             elif kind is dict:
-                yield from _params_among(value.values())
-
-
-def _has_values_from(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Return whether a function that needs no values of its first argument gets other parameters as data."""
-    if len(args) < 2 and not kwargs:
-        return False
-    return next(_params_among(args[1:], kwargs.values()), None) is not None
-
-
-def _is_in_backward() -> bool:
-    return bool(torch._C._current_graph_task_id() != -1)
+                found += _params_among(value.values())
+    return found
 
 
 def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], handle: ParamHandle) -> None:
@@ -365,33 +376,28 @@ def _refuse_wrong_uses(func: Callable[..., Any], args: tuple[Any, ...], handle: 
         RuntimeError: `func` is called outside of a use, sets the memory of a parameter, writes into a leaf of
             the graph, or is called by a transformation of torch.
     """
-    name = getattr(func, "__name__", None) or str(func)
     if func is _SET_DATA:
         raise RuntimeError(
             f"the data of {handle.name} cannot be set, as its values lie in a chunk: write "
             "param.copy_(values) inside `with torch.no_grad(), model.gathered():`"
         )
+    name = getattr(func, "__name__", None) or str(func)
     if not handle.hooks.is_use():
         raise RuntimeError(
             f"{name} of {handle.name}: its values lie in a chunk that is cut over the ranks, and are there "
             "in a forward or a backward only; put it inside `with model.gathered():`, which all ranks enter"
         )
-    if _is_transformed():
-        refuse_transformations(f"{name} of {handle.name}")
+    refuse_transformations(f"{name} of {handle.name}")
     is_in_place = name.endswith("_") and not name.endswith("__")
-    first = args[0] if args else None
-    if (
-        is_in_place
-        and isinstance(first, ChunkedParameter)
-        and first.requires_grad
-        and torch.is_grad_enabled()
-    ):
+    if is_in_place and args and is_chunked(args[0]) and args[0].requires_grad and torch.is_grad_enabled():
         raise RuntimeError(
             f"{name} of {handle.name}: a leaf Variable that requires grad is being used in an in-place "
             "operation; write into it under torch.no_grad()"
         )
 
 
+_HANDLE: Callable[[torch.Tensor], ParamHandle] = attrgetter(CHUNK_PLACE)  # in C: each use has several
+_VERSION: Callable[[torch.Tensor], int] = attrgetter("_version")
 _SET_DATA: Any = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 _WITHOUT_VALUES = ASKING_NO_VALUES | {torch.empty_like, torch.zeros_like, torch.ones_like, torch.full_like}
 """Functions whose first argument is passed unchanged."""

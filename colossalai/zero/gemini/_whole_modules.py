@@ -31,6 +31,7 @@ from torch import nn
 
 from colossalai.tensor import map_tensors, nested_tensors
 from colossalai.zero._reducer import ShardedReducer
+from colossalai.zero.gemini._cache import is_in_backward
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._hooks import ModelHooks, handle_of
 
@@ -227,7 +228,7 @@ class WholeModules:
         chunks = self._chunks.get(module)
         if chunks is None:  # a module of a copy of the model
             return
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             for run in self._held[::-1]:  # left by a backward that failed
                 run.end_backward()
         self._cache.hold(chunks)  # gathers, in the order of chunk numbers on all ranks
