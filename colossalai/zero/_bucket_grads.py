@@ -4,6 +4,7 @@ See [Note: placeholders of gradients] and [Note: rounds].
 """
 
 from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, final
 
 import torch
@@ -54,6 +55,9 @@ class BucketGrads:
         self._keep = keep
         self._is_kept = is_kept
         self._rank = bucket.axis.rank
+        # Memory that the other ranks can read; a single rank sends nothing.
+        axis = bucket.axis
+        self._empty = torch.empty if axis.size == 1 else partial(empty_to_send, parallel_mode=axis)
         self._flat: torch.Tensor | None = None
         self._blank: set[int] = set()  # parameters of whose means the slice has nothing, but zeros
         self._covered: set[int] = set()  # of `placed` those that got new gradients on top of the mean
@@ -72,12 +76,7 @@ class BucketGrads:
         """Prepare `views` for gradients: get their memory, or move an earlier mean out of it."""
         if self._flat is None:
             bucket = self.bucket
-            flat = empty_to_send(
-                bucket.numel,
-                dtype=bucket.grad_dtype,
-                device=bucket.params[0].device,
-                parallel_mode=bucket.axis,
-            )
+            flat = self._empty(bucket.numel, dtype=bucket.grad_dtype, device=bucket.params[0].device)
             flat[bucket.num_used :].zero_()
             self._flat, self.views = flat, bucket.views(flat)
         elif self.slice is not None:

@@ -39,12 +39,12 @@ class BucketWeights(ABC):
         bucket: As given.
         held: As given.
         keeps_shapes: As given.
-        can_page: Whether `is_paged` is ever true.
+        can_page: Whether `is_paged` is ever true: False unless there is a disk tier.
         has_lasting_homes: Whether homes are the memory of the bucket itself, and not made on request.
         moves_mean: Whether `take_mean` moves the mean gradient, so that the methods of means have an effect.
     """
 
-    can_page: ClassVar[bool] = False
+    can_page: bool = False
     has_lasting_homes: ClassVar[bool] = True
     moves_mean: ClassVar[bool] = False
 

@@ -241,13 +241,12 @@ class ChunkCache:
             self._coming.pop(chunk)[1]()  # wait for a gather in flight, whose values are out of date
         if chunk.is_cut:
             self._positions.note_written(chunk)
-        if chunk.whole is None or not chunk.is_apart:
-            return
-        if chunk.num_uses == 0:
+        if chunk.is_apart and chunk.whole is not None and chunk.num_uses == 0:
             self._free(chunk)
             return
-        self._start_gather_into(chunk.whole, chunk)()  # gather again in place, and wait
-        chunk.take_write()
+        if chunk.is_apart and chunk.whole is not None:
+            self._start_gather_into(chunk.whole, chunk)()  # gather again in place, and wait
+        chunk.take_write()  # an update is not a write of the user
 
     def note_loaded(self, chunk: Chunk) -> None:
         """Note that all ranks have written into their sections; collective in a block of `gathered`."""
@@ -314,9 +313,10 @@ class ChunkCache:
 
     def _start_gather_into(self, whole: torch.Tensor, chunk: Chunk) -> Callable[[], object]:
         chunk.layout.section(whole, chunk.layout.axis.rank).copy_(chunk.section)
-        chunk.tiers.give_back([chunk.section])  # pages of a section on disk, which `copy_` read
-        if self.tracer is not None and chunk.home is not Home.COMPUTE:
-            self.tracer.move(bytes_in=chunk.section.nbytes)
+        if chunk.home is not Home.COMPUTE:
+            chunk.tiers.give_back([chunk.section])  # pages of a section on disk, which `copy_` read
+            if self.tracer is not None:
+                self.tracer.move(bytes_in=chunk.section.nbytes)
         # All-gather over the ranks of the chunk, in place: this rank's section is already in `whole`.
         return self._positions.start(whole, chunk) if chunk.is_cut else lambda: None
 

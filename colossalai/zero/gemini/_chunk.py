@@ -69,6 +69,7 @@ class Chunk:
         self._untaken = set(range(len(layout.params)) if master is not None else ())  # of the master
         self.device = section.device
         self.tiers = tiers
+        self._has_one_tier = len(tiers.bounds) == 1
         self.home = self.states_home = Home.COMPUTE
         self.whole: torch.Tensor | None = None
         self.num_uses = self.num_writes = 0
@@ -113,6 +114,8 @@ class Chunk:
 
     def keep_mean(self, mean: torch.Tensor) -> torch.Tensor:
         """Return a mean gradient of the section in the tier of the states; on disk in the same place."""
+        if self._has_one_tier:
+            return mean
         if self.states_home is not Home.DISK:
             return self.tiers.keep(mean, self.states_home)
         if self._mean_on_disk is None or self._mean_on_disk.dtype != mean.dtype:
@@ -137,10 +140,6 @@ class Chunk:
         if not self._untaken:
             self.master = None
         return master
-
-    def name_of(self, param: nn.Parameter) -> str:
-        """Return the name of one of its parameters."""
-        return self.names[next(n for n, own in enumerate(self.layout.params) if own is param)]
 
     def hold(self, whole: torch.Tensor) -> None:
         """Take the gathered values."""

@@ -140,6 +140,6 @@ def _take_numbers(key: str, count: int) -> tuple[int, int]:
 
 def _name(chunk: Chunk) -> str:
     """Return a chunk's name for messages: "chunk 3 (blocks.1.up.weight to blocks.2.scale)"."""
-    names = [chunk.name_of(param) for param in chunk.layout.params]
+    names = chunk.names
     within = ", ".join(names) if len(names) < 3 else f"{names[0]} to {names[-1]}"
     return f"chunk {chunk.number} ({within})"

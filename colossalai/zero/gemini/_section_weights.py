@@ -95,8 +95,6 @@ class _OfChunk(BucketWeights):
         options: See the base class.
     """
 
-    can_page: ClassVar[bool] = True
-
     def __init__(
         self,
         chunk: Chunk,
@@ -107,6 +105,7 @@ class _OfChunk(BucketWeights):
         keeps_shapes: bool | None = None,
     ) -> None:
         super().__init__(bucket, held=held, keeps_shapes=keeps_shapes)
+        self.can_page = Home.DISK in chunk.tiers.bounds
         self._chunk = chunk
         self._cache = cache
         self._num_writes = 0  # those already seen here
