@@ -344,25 +344,15 @@ class Shards(StandIns):
                 self._take_masters(loaded)
                 self.settle(optimizer)
 
-    @contextmanager
-    def _as_whole_states(self, optimizer: Optimizer) -> Iterator[None]:
-        """Within the block the optimizer holds the parameters, with whole states on the host; collective."""
-        self.take_weights()
-        self._exchange.gather(optimizer, masters=self._masters())
-        self._put_params(optimizer)
-        try:
-            yield
-        finally:
-            self.take_weights()  # some may have been loaded in the block
-            masters = self._exchange.cut(optimizer)
-            self._put_fragments(optimizer)
-            self._take_masters(masters)
-            self.settle(optimizer)
-
     def state_dict(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the whole state, the same that it would be without ZeRO; collective."""
-        with self._as_whole_states(optimizer):
-            return self._exchange.numbered(optimizer)
+        self.take_weights()
+        with self._exchange.gathered(optimizer, masters=self._masters()):
+            self._put_params(optimizer)
+            try:
+                return self._exchange.numbered(optimizer)
+            finally:
+                self._put_fragments(optimizer)
 
     def load_state_dict(self, optimizer: Optimizer, content: dict[str, Any]) -> None:
         """See the base class; every rank passes the same."""

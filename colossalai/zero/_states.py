@@ -4,7 +4,8 @@ A state of the shape of its fragment is a slice of the parameter's state, and th
 Numbers, and states of whole parameters, are passed as they are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -41,26 +42,29 @@ class StateExchange:
         self._ranges = ranges
         self._axes = axes
         self._replicas = replicas
-        self._own: dict[nn.Parameter, State] = {}  # the states before `gather`
-        self._given: dict[nn.Parameter, State] = {}  # the states put in by it
 
     def own_range(self, param: nn.Parameter) -> tuple[int, int]:
         """Return begin and end of this rank's fragment of a parameter."""
         return self._ranges[param][self._axes[param].rank]
 
-    def gather(self, optimizer: Optimizer, *, masters: Mapping[nn.Parameter, torch.Tensor]) -> None:
-        """Put whole states, by parameter, into an optimizer; collective. They are in host memory.
+    @contextmanager
+    def gathered(
+        self, optimizer: Optimizer, *, masters: Mapping[nn.Parameter, torch.Tensor]
+    ) -> Iterator[None]:
+        """Within the block an optimizer has whole states, by parameter, in host memory; collective.
 
         Args:
             optimizer: The optimizer.
             masters: Masters that become states, in this rank's slices.
         """
-        for param, fragment in self._fragments.items():
-            if fragment in optimizer.state:
-                self._own[param] = optimizer.state.pop(fragment)
+        own = {
+            param: optimizer.state.pop(fragment)
+            for param, fragment in self._fragments.items()
+            if fragment in optimizer.state
+        }
         slices: dict[int, State] = {}
         for number, (param, fragment) in enumerate(self._fragments.items()):
-            state = dict(self._own.get(param, {}))
+            state = dict(own.get(param, {}))
             if param in masters:
                 state[STATE_KEY] = masters[param]
             if state and fragment.numel() > 0:
@@ -69,28 +73,21 @@ class StateExchange:
         for number, param in enumerate(self._fragments):
             descriptions = [everywhere[rank].get(number) for rank in self._axes[param].ranks]
             if any(descriptions):
-                whole = self._whole(param, slices.get(number, {}), descriptions)
-                self._given[param] = optimizer.state[param] = whole
+                optimizer.state[param] = self._whole(param, slices.get(number, {}), descriptions)
+        try:
+            yield
+        finally:
+            for param, fragment in self._fragments.items():
+                optimizer.state.pop(param, None)
+                if param in own:
+                    optimizer.state[fragment] = own[param]
 
-    def cut(self, optimizer: Optimizer) -> dict[nn.Parameter, torch.Tensor]:
-        """Put states by fragment into an optimizer: those before `gather`, or this rank's parts of new ones.
-
-        Returns:
-            This rank's parts of the masters that were among the new ones.
-        """
-        masters: dict[nn.Parameter, torch.Tensor] = {}
+    def cut(self, optimizer: Optimizer) -> None:
+        """Replace whole states of an optimizer by this rank's parts, by fragment."""
         for param, fragment in self._fragments.items():
             state: State | None = optimizer.state.pop(param, None)
-            if state is not None and state is self._given.get(param):
-                state = self._own.get(param)
-            elif state is not None:
-                state = self._part(param, state)
-                if STATE_KEY in state:
-                    masters[param] = state.pop(STATE_KEY)
             if state and fragment.numel() > 0:
-                optimizer.state[fragment] = state
-        self._own, self._given = {}, {}
-        return masters
+                optimizer.state[fragment] = self._part(param, state)
 
     def numbered(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return the state of an optimizer that holds whole states, with the masters added."""
