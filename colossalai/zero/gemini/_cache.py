@@ -19,7 +19,7 @@ from colossalai.communication import all_reduce_in_place
 from colossalai.context import Axis
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._positions import PATIENCE_S, GatherPositions
-from colossalai.zero.gemini.planning import EvictionPlan, Home, OtherBytes, Period, Trace, Tracer
+from colossalai.zero.gemini.planning import EvictionPlan, Home, OtherBytes, Period, Tracer
 
 if TYPE_CHECKING:
     from colossalai.zero.gemini._method import AppliedChunks
@@ -136,7 +136,7 @@ class ChunkCache:
         """
         if self._is_strict:
             self._check_fits(needed, func)
-        for chunk in needed:
+        for chunk in needed:  # in the order of the arguments, which is that of the gathers on all ranks
             self.fetch(chunk, needed)
             chunk.num_uses += 1
 
@@ -178,7 +178,7 @@ class ChunkCache:
             self._evict(other for other in list(self._present) if other.number not in period.present)
         if chunk.whole is None:
             if period is None and chunk not in self._coming:
-                self._make_room(chunk.num_bytes, needed)
+                self._make_room(chunk.num_bytes, needed)  # frees before the gather allocates
             chunk.hold(self._gather(chunk))
         self._present[chunk] = None
         self._present.move_to_end(chunk)
@@ -198,20 +198,6 @@ class ChunkCache:
                 self.tracer.move(bytes_in=kept.nbytes if kept is mean else 0, bytes_out=kept.nbytes)
         return kept
 
-    def end_iteration(self) -> Trace | None:
-        """End the iteration, whose gradients are complete; return its trace, if it was recorded."""
-        if self.tracer is None:
-            return None
-        trace = self.tracer.end_iteration()
-        if self.tracer.plans:
-            self.chunks[0].tiers.give_back_freed()
-        return trace
-
-    def end_step(self) -> None:
-        """End the step, which may have been skipped."""
-        if self.tracer is not None:
-            self.tracer.end_step(self.present_bytes)
-
     def place(self, chunk: Chunk, home: Home, states_home: Home) -> None:
         """Move the section of a chunk to another tier, between two iterations.
 
@@ -221,7 +207,7 @@ class ChunkCache:
         if (chunk.home, chunk.states_home) == (home, states_home):
             return
         if chunk.whole is not None:
-            self._free(chunk)
+            self._free(chunk)  # it can be the section itself, which moves
         self._place(chunk, home, states_home)
 
     def hold(self, chunks: Sequence[Chunk]) -> None:
@@ -242,7 +228,7 @@ class ChunkCache:
         if chunk.is_cut:
             self._positions.note_written(chunk)
         if chunk.is_apart and chunk.whole is not None and chunk.num_uses == 0:
-            self._free(chunk)
+            self._free(chunk)  # the next use gathers the new values
             return
         if chunk.is_apart and chunk.whole is not None:
             self._start_gather_into(chunk.whole, chunk)()  # gather again in place, and wait
@@ -269,13 +255,13 @@ class ChunkCache:
         """
         chosen = self.chunks if chunks is None else list(chunks)
         self.num_blocks += 1
-        self.hold(chosen)
+        self.hold(chosen)  # gathers, in the order of `chosen` on all ranks
         try:
             yield
         finally:
             self.num_blocks -= 1
             self.release(chosen)
-            self.share_writes(chosen)
+            self.share_writes(chosen)  # all ranks, with writes or without
             self._evict(chosen)
 
     # Inside.
@@ -385,6 +371,7 @@ class ChunkCache:
         for number in period.ahead:
             chunk = self.chunks[number]
             if chunk.is_apart and chunk.whole is None and chunk not in self._coming:
+                # In the order of the plan, which all ranks share; the use waits.
                 self._coming[chunk] = self._start_gather(chunk)
         tiers = self.chunks[0].tiers
         tiers.expect(self.chunks[number].section for number in self.tracer.coming())

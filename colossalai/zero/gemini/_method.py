@@ -17,6 +17,7 @@ import weakref
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar, final
 
 import torch
@@ -52,7 +53,7 @@ from colossalai.zero.gemini._state_dict import load_whole_state, whole_state
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini._timeline import ChunkContents, ChunkTimeline, contents_of
 from colossalai.zero.gemini._whole_modules import ModuleChoice, WholeModules, check_choices, find_modules
-from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, EvictionPlan, PlacementPolicy, Trace
+from colossalai.zero.gemini.planning import PLACEMENT_POLICIES, EvictionPlan, PlacementPolicy, Trace, Tracer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,7 +202,7 @@ class Gemini(DataMethod):
         if self.gpu_margin_mem_ratio:
             _warn_of_margin(device)
         arriving.buffers()
-        broadcast_from_first(module.buffers(), replicas)
+        broadcast_from_first(module.buffers(), replicas)  # parameters follow, chunk by chunk
         return AppliedChunks(module, self, replicas, self._tier_memory(device), arriving)
 
     def _tier_memory(self, device: torch.device | None) -> TierMemory:
@@ -343,7 +344,7 @@ class AppliedChunks(AppliedDataMethod):
                 offload=False,
                 reducers=[self._reducer],
                 before_step=self._end_iteration if is_first else self._give_buffers,
-                after_step=lambda: self._end_step(optimizer),
+                after_step=partial(self._end_step, optimizer),
                 weights_of=lambda layout: weights_in(
                     self._chunk_of[layout],
                     self.cache,
@@ -351,7 +352,7 @@ class AppliedChunks(AppliedDataMethod):
                     owners=owners,
                     keeps_shapes=not is_elementwise(optimizer),
                 ),
-                others=lambda: self._held_besides(optimizer),
+                others=partial(self._held_besides, optimizer),
             )
         return shards
 
@@ -406,25 +407,29 @@ class AppliedChunks(AppliedDataMethod):
         return self.cache.keep_mean(self._chunk_of[layout], mean.to(dtype))
 
     def _end_iteration(self) -> None:
-        self._trace = self.cache.end_iteration() or self._trace
+        """End the iteration, whose gradients are complete; take its trace, if it was recorded."""
+        if (tracer := self.cache.tracer) is not None:
+            self._trace = tracer.end_iteration() or self._trace
+            if tracer.plans:
+                self.cache.chunks[0].tiers.give_back_freed()
         self._give_buffers()
 
     def _end_step(self, optimizer: Optimizer) -> None:
         """Plan from the iteration that was recorded, once a step has been made; collective then."""
         self._have_stepped.add(optimizer)
-        if optimizer is next(iter(self._shards), optimizer):  # the first one, whose step ends an iteration
-            self.cache.end_step()
-            self._plan_for_larger()
-        if self._trace is None:
+        if (tracer := self.cache.tracer) is None:
             return
-        # Steps that were skipped can have had larger batches than the iteration that was recorded.
-        tracer, trace, self._trace = self.cache.tracer, self._trace, None
-        self._follow(self._plan_from(trace if tracer is None or tracer.trace is None else tracer.trace))
+        if optimizer is next(iter(self._shards), optimizer):  # the first one, whose step ends an iteration
+            tracer.end_step(self.cache.present_bytes)
+            self._plan_for_larger(tracer)
+        if self._trace is not None:
+            # Steps that were skipped can have had larger batches than the iteration that was recorded.
+            trace, self._trace = tracer.trace or self._trace, None
+            self._follow(self._plan_from(trace))
 
-    def _plan_for_larger(self) -> None:
+    def _plan_for_larger(self, tracer: Tracer) -> None:
         """Plan anew if the iteration took more memory on any rank than was planned for; collective."""
-        tracer = self.cache.tracer
-        if self._trace is not None or tracer is None or tracer.trace is None:  # alike on all ranks
+        if self._trace is not None or tracer.trace is None:  # alike on all ranks
             return
         # One byte, MAX over the replicas: all of them plan again, or none does.
         has_grown = torch.tensor(tracer.has_grown, dtype=torch.uint8, device=self.cache.chunks[0].device)
@@ -474,7 +479,7 @@ class AppliedChunks(AppliedDataMethod):
 
     def _give_buffers(self) -> None:
         if self._options.broadcast_buffers and self._replicas.size > 1:
-            broadcast_floating_buffers(self.module, self._replicas)
+            broadcast_floating_buffers(self.module, self._replicas)  # from the first replica to all
 
 
 def _warn_of_margin(device: torch.device) -> None:

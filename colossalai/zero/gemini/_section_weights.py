@@ -177,20 +177,21 @@ class OwnedWeights(_OfChunk):
     def __init__(self, chunk: Chunk, cache: ChunkCache, bucket: FlatBucket) -> None:
         super().__init__(chunk, cache, bucket)
         layout, ranks = chunk.layout, range(bucket.axis.size)
-        numbers = {param: number for number, param in enumerate(layout.params)}
+        number_of = {param: number for number, param in enumerate(layout.params)}
+        self._numbers = [number_of[param] for param in bucket.params]  # in the chunk
         owners_of = [_ranks_with(bucket, index)[0] for index in range(len(bucket.params))]
         self._in_section: list[tuple[int, int]] = []  # pieces that this rank's section has, by owner
         self._in_own: list[tuple[int, int]] = []  # pieces of the parameters that this rank owns, by section
         self._to_owners, self._from_sections = [0 for _ in ranks], [0 for _ in ranks]
         for owner in ranks:
-            for index, param in enumerate(bucket.params):
-                begin, end = layout.place(numbers[param], bucket.axis.rank)
+            for index, number in enumerate(self._numbers):
+                begin, end = layout.place(number, bucket.axis.rank)
                 if owners_of[index] == owner and end > begin:
                     self._in_section.append((begin, end))
                     self._to_owners[owner] += end - begin
         for rank in ranks:
-            for index, param in enumerate(bucket.params):
-                begin, end = layout.overlap(numbers[param], rank)
+            for index, number in enumerate(self._numbers):
+                begin, end = layout.overlap(number, rank)
                 offset, stop = bucket.place(index, bucket.axis.rank)
                 if stop > offset and end > begin:
                     self._in_own.append((offset + begin, offset + end))
@@ -222,8 +223,7 @@ class OwnedWeights(_OfChunk):
         """See the base class: the pieces come from the sections; collective for the first one."""
         if self._chunk.master is not None and self._masters is None:
             self._masters = self._to_owner(self._chunk.master)
-        numbers = {param: number for number, param in enumerate(self._chunk.layout.params)}
-        self._chunk.take_master(numbers[self.bucket.params[index]])
+        self._chunk.take_master(self._numbers[index])
         if self._masters is None:
             return None
         begin, end = self.bucket.place(index, self.bucket.axis.rank)
@@ -259,8 +259,7 @@ class OwnedWeights(_OfChunk):
         if grads.slice is None:  # so it is on all ranks
             return self._mean
         mean = self._to_owner(grads.slice)
-        numbers = {param: number for number, param in enumerate(self._chunk.layout.params)}
-        grads.drop([numbers[param] for param in self.bucket.params])
+        grads.drop(self._numbers)
         if self._mean is not None:
             self._mean += mean
         elif self._mean_on_disk is not None and self.is_paged:

@@ -101,15 +101,28 @@ class _Passage:
 
     Args:
         whole: The whole modules.
+        module: The module.
         chunks: Those of the module.
         trained: The parameters of the module that get gradients.
+
+    Attributes:
+        module: As given.
+        chunks: As given.
+        trained: As given.
+        number: The result of `_Entry` for `_Exit`. None: there is no backward.
     """
 
     def __init__(
-        self, whole: "WholeModules", chunks: Sequence[Chunk], trained: Sequence[nn.Parameter]
+        self,
+        whole: "WholeModules",
+        module: nn.Module,
+        chunks: Sequence[Chunk],
+        trained: Sequence[nn.Parameter],
     ) -> None:
+        self.module = module
         self.chunks = chunks
         self.trained = trained
+        self.number: torch.Tensor | None = None
         self._whole = whole
         self._is_held = False  # by a backward that is in it
 
@@ -163,21 +176,6 @@ class _Exit(torch.autograd.Function):
         return (None, None, *grads)
 
 
-class _Open:
-    """A whole module whose forward is running.
-
-    Args:
-        module: The module.
-        run: This run of it.
-        number: The result of `_Entry` for `_Exit`. None: there is no backward.
-    """
-
-    def __init__(self, module: nn.Module, run: _Passage, number: torch.Tensor | None) -> None:
-        self.module = module
-        self.run = run
-        self.number = number
-
-
 class WholeModules:
     """The whole modules of a model in chunks; see [Note: where ranks differ].
 
@@ -193,7 +191,7 @@ class WholeModules:
         self._cache = hooks.cache
         self._reducer = reducer
         self._chunks: dict[nn.Module, list[Chunk]] = {}
-        self._open: list[_Open] = []
+        self._open: list[_Passage] = []  # those whose forward is running
         self._held: list[_Passage] = []
         # Autograd keeps `_Entry` even where nothing in a module is trained.
         device = next((param.device for module in modules for param in module.parameters()), None)
@@ -233,30 +231,30 @@ class WholeModules:
                 run.end_backward()
         self._cache.hold(chunks)  # gathers, in the order of chunk numbers on all ranks
         trained = [param for param in dict.fromkeys(module.parameters()) if param.requires_grad]
-        run, number = _Passage(self, chunks, trained), None
+        run = _Passage(self, module, chunks, trained)
         views: dict[nn.Parameter, torch.Tensor] = {}
         inputs = [tensor for tensor in nested_tensors((args, kwargs)) if tensor.requires_grad]
         if torch.is_grad_enabled() and (trained or inputs):
             outer = [self._hooks.view_in_module(param) for param in trained]
             params = [param if view is None else view for param, view in zip(trained, outer, strict=True)]
-            number, *values = _Entry.apply(run, self._anchor, *params, *inputs)
+            run.number, *values = _Entry.apply(run, self._anchor, *params, *inputs)
             views = dict(zip(trained, values, strict=True))
         self._hooks.open_views.append(views)
-        self._open.append(_Open(module, run, number))
+        self._open.append(run)
 
     def _leave(self, module: nn.Module, _: Any, output: Any) -> Any:
         if not self._open or self._open[-1].module is not module:
             return None
-        opened = self._open.pop()
+        run = self._open.pop()
         self._hooks.open_views.pop()
         try:
-            if opened.number is None or output is None:  # None as well where the forward has failed
+            if run.number is None or output is None:  # None as well where the forward has failed
                 return None
-            return self._behind_exit(opened, output)
+            return self._behind_exit(run, output)
         finally:
-            self._cache.release(opened.run.chunks)
+            self._cache.release(run.chunks)
 
-    def _behind_exit(self, opened: _Open, output: Any) -> Any:
+    def _behind_exit(self, run: _Passage, output: Any) -> Any:
         """Return the output of a module, with its tensors behind an `_Exit`.
 
         Raises:
@@ -265,7 +263,7 @@ class WholeModules:
         tensors = list(nested_tensors(output))
         if not tensors:
             raise RuntimeError(
-                f"{self._names[opened.module]!r}, one of whole_modules, returned a {type(output).__name__} "
+                f"{self._names[run.module]!r}, one of whole_modules, returned a {type(output).__name__} "
                 "in which no tensor is seen, so its backward is not: return tensors, or tuples, lists, dicts "
                 "or dataclasses of them"
             )
@@ -274,6 +272,6 @@ class WholeModules:
         }
         if not floating:
             return None
-        behind = _Exit.apply(opened.run, opened.number, *floating.values())
+        behind = _Exit.apply(run, run.number, *floating.values())
         found = dict(zip(floating, behind, strict=True))
         return map_tensors(lambda tensor: found.get(id(tensor), tensor), output)
