@@ -378,6 +378,7 @@ def find_overflow(
     findings = [_finding(grads, places) for grads, places in placed]
     finding = functools.reduce(torch.maximum, findings) if findings else _finding([], [])
     if group is not None:
+        # MAX of one number over all deciding ranks: the first overflow, so that all step or none does.
         dist.all_reduce(finding, op=dist.ReduceOp.MAX, group=group)
     value = int(finding.item())
     if value == 0:
@@ -430,7 +431,7 @@ def share_name(name: str, overflow: Overflow, group: dist.ProcessGroup) -> str:
     encoded = name.encode()[-_NAME_BYTES:]
     content[: len(encoded)] = torch.tensor(list(encoded), dtype=torch.uint8)
     content = content.to(_default_device())
-    dist.broadcast(content, src=overflow.global_rank, group=group)
+    dist.broadcast(content, src=overflow.global_rank, group=group)  # from the rank that has the parameter
     return bytes(content.tolist()).rstrip(b"\0").decode(errors="replace")
 
 

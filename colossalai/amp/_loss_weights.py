@@ -210,7 +210,7 @@ class LossWeights:
         """
         if self._scaler.weight_unit is None:
             if self.replicas is not None:
-                weight = all_reduce(weight, self.replicas, dist.ReduceOp.MAX)
+                weight = all_reduce(weight, self.replicas, dist.ReduceOp.MAX)  # all replicas: first weights
             self._scaler.weight_unit = _power_of_two(weight, torch.ones_like(weight))
         self._scaler.weight_unit = self._scaler.weight_unit.to(weight)  # after loading it is on the host
         return self._scaler.weight_unit
@@ -232,7 +232,7 @@ class LossWeights:
         num_replicas = 1 if self.replicas is None else self.replicas.size
         sums = self._sums.clone()
         if self.replicas is not None:
-            all_reduce_in_place(sums, self.replicas)
+            all_reduce_in_place(sums, self.replicas)  # of two numbers, before the first use of gradients
         weight, total = sums.unbind()
         unit = self.unit(weight)
         self.mean_loss = (total / weight).masked_fill(weight == 0, 0.0)

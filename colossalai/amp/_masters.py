@@ -74,6 +74,7 @@ class Masters(StandIns):
         for master in self._param_of:
             holders = gradient_sync(master, replicas).axis
             if holders.size > 1:
+                # In the order of parameters, which is the same on all ranks that hold them.
                 dist.broadcast(master.detach(), src=holders.ranks[0], group=holders.group)
 
     def stand_in(self, optimizer: Optimizer) -> "Masters":

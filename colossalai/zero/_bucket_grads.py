@@ -118,6 +118,7 @@ class BucketGrads:
     def add_mean(self, finish: Finish, flat: torch.Tensor) -> None:
         """Add this rank's section of the mean of `flat`, the gradients that `fill` returned."""
         begin, end = self.bucket.bounds[self._rank]
+        # `finish` waits for the sections of the other ranks; then `flat` goes with its last reference.
         if self.slice is not None:
             is_exact = flat.dtype.itemsize >= torch.float32.itemsize
             self.slice += finish(flat[begin:end] if is_exact else None)

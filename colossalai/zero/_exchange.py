@@ -46,10 +46,11 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
     sections = sent.split(bucket.section_sizes)
     own = sections[axis.rank]
     if sent.dtype in _EXACT and bucket.goes_through_memory:
+        # Joined by all ranks of the axis; the sum of this rank's sections replaces `own`.
         wait_for_sum = start_sum_of_sections(sent, axis)
 
         def finish_sum(out: torch.Tensor | None) -> torch.Tensor:
-            wait_for_sum()
+            wait_for_sum()  # `own` is the sum then, and `sent` can be freed
             return torch.div(own, divisor, out=out)
 
         return finish_sum
@@ -64,7 +65,7 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
         )
 
     def finish(out: torch.Tensor | None) -> torch.Tensor:
-        wait()
+        wait()  # for the sections of all others; own messages are complete then, and `flat` is free
         total = _sum([*received[: axis.rank], own, *received[axis.rank :]], received[0])
         return torch.div(total, divisor, out=total if out is None else out)
 
@@ -87,8 +88,9 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: int = 0) -> C
     if axis.size == 1:
         return lambda: None
     if flat.dtype in _EXACT and bucket.goes_through_memory:
-        return start_gather_of_sections(flat, axis, stamp=stamp)
+        return start_gather_of_sections(flat, axis, stamp=stamp)  # each rank reads those of all others
     if stamp and flat.device.type != "cpu":
+        # The wait is for the stamp first: a rank at another gather stays there, and does not use the data.
         return _both(start_meeting(axis, stamp), start_gather(flat, bucket))
     sections = flat.split(bucket.section_sizes)
     own = sections[axis.rank]

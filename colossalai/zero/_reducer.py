@@ -108,7 +108,7 @@ class ShardedReducer:
             has_failed: Whether the backward has raised; nothing is started then.
         """
         if self._ran and not has_failed:
-            self._start_rest()
+            self._start_rest()  # a rank whose backward has failed sends nothing
         with torch._C.DisableTorchFunctionSubclass():
             for grads in self.all_grads:
                 grads.lower()
@@ -142,7 +142,7 @@ class ShardedReducer:
         """Average the remaining buckets, wait for all, and begin a new round; collective over replicas."""
         self._start_rest()
         while self._in_flight:
-            self._in_flight.popleft()()
+            self._in_flight.popleft()()  # wait for the mean, in the order in which they were started
         for grads in self.all_grads:
             grads.arrived.clear()
         self._started.clear()
@@ -217,6 +217,7 @@ class ShardedReducer:
         if self._replicas.size == 1 or not here:
             return here
         marks = torch.tensor(here, dtype=torch.uint8, device=self.all_grads[0].bucket.params[0].device)
+        # One byte for each parameter, over the replicas; between the means and the update.
         return all_reduce_in_place(marks, self._replicas, dist.ReduceOp.MAX).bool().tolist()
 
     def _start_rest(self) -> None:

@@ -106,7 +106,7 @@ class ZeroReplicas(DataMethod):
         self, module: nn.Module, *, blocks: list[nn.Module], replicas: Axis, arriving: ArrivingParams
     ) -> AppliedDataMethod:
         """See the base class; the children of an `nn.ModuleList` are its parts."""
-        broadcast_from_first(module, replicas)
+        broadcast_from_first(module, replicas)  # parameters and buffers, before masters are made of them
         return _Cut(module, self, replicas)
 
 

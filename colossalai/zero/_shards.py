@@ -146,7 +146,7 @@ class Shards(StandIns):
         Raises:
             ValueError: A parameter that was frozen at `boost` or `initialize` has a gradient.
         """
-        self._reducer.finish()
+        self._reducer.finish()  # waits for all means
         if self._before_step is not None:
             self._before_step()
         marks = self._reducer.marks()  # joined by all replicas: whether any of them has a gradient
@@ -193,7 +193,7 @@ class Shards(StandIns):
     @torch.no_grad()
     def take_weights(self) -> None:
         """See the base class; parameters that were given other memory come back to their buckets."""
-        for weights in self._weights:
+        for weights in self._weights:  # in one order on all ranks: owners collect pieces of written weights
             for param in weights.take_written():
                 fragment = self._fragments[param]
                 if fragment.has_own_memory:
@@ -378,7 +378,7 @@ class Shards(StandIns):
             flat = torch.zeros(bucket.numel, dtype=dtype, device=device)
             for index in held:
                 self._put_grad(bucket.params[index], bucket.section(flat, bucket.axis.rank))
-            start_gather(flat, bucket)()
+            start_gather(flat, bucket)()  # sections of all ranks, in the order of buckets; waits at once
             found |= {
                 bucket.params[index]: bucket.view(flat, index)
                 for index in held

@@ -163,6 +163,7 @@ class StateExchange:
         }
         if self._replicas.size == 1:
             return {self._replicas.ranks[0]: described}
+        # All replicas exchange descriptions first: those decide which states are broadcast, in which shape.
         everywhere: list[dict[int, State]] = gather_values(described, self._replicas.group)
         return dict(zip(self._replicas.ranks, everywhere, strict=True))
 
@@ -187,7 +188,7 @@ class StateExchange:
                 piece = own[key].detach().to(param.device).contiguous()
             else:
                 piece = torch.empty(described.shape, dtype=described.dtype, device=param.device)
-            if axis.size > 1:
+            if axis.size > 1:  # each rank sends its piece, in the order of parameters, keys and ranks
                 dist.broadcast(piece, src=axis.ranks[rank], group=axis.group)
             pieces.append(piece.cpu())
         if len(pieces) == 1 and pieces[0].numel() != param.numel():

@@ -170,10 +170,10 @@ class WholeWeights(BucketWeights):
 
     def start_publishing(self) -> Callable[[], object]:
         """See the base class: gather the sections."""
-        wait = start_gather(self._flat, self.bucket)
+        wait = start_gather(self._flat, self.bucket)  # each rank sends its updated section to all others
 
         def end() -> None:
-            wait()
+            wait()  # for the sections of the other ranks
             # Autograd does not see the write of the gather. Caches of results computed with a parameter (an
             # engine's cache, a graph's saved tensors) detect the change by its version.
             torch.autograd.graph.increment_version(self.bucket.params)

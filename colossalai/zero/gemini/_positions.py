@@ -108,11 +108,12 @@ class GatherPositions:
         # See [Note: stamps of gathers].
         number = (line.number % _GATHERS * _WRITES + writes % _WRITES) * _CHUNKS + place % _CHUNKS
         with _at(item):
+            # Each rank of the axis sends its section to all others; only equal stamps match.
             wait = start_gather(whole, chunk.layout, stamp=STAMPED_TAGS + number)
 
         def end() -> None:
             with _at(item):
-                wait()
+                wait()  # for the sections of all ranks, which are at the same gather
 
         return end
 
