@@ -29,10 +29,9 @@ Optimal means: fewest bytes moved, among the plans that are the same in every it
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
 
 from colossalai.zero.gemini.planning._trace import Trace
 
@@ -40,57 +39,17 @@ EXACT_CHUNKS = 8
 EXACT_MOMENTS = 256
 LAPS = 3  # of a greedy plan, from nothing present: the last one is taken for the iteration that comes again
 
-Order = Callable[[int], float]  # sort key of the present chunks: the smallest is evicted first
-
-
-def needed_latest(trace: Trace, moment: int) -> Order:
-    """Return the order of a moment on the trace: the chunk whose next need is the latest goes first."""
-
-    def order(chunk: int) -> float:
-        need = trace.next_need(chunk, moment)
-        return -math.inf if need is None else -need
-
-    return order
-
-
-def least_recently_used(last_uses: Mapping[int, int]) -> Order:
-    """Return the order off the trace: the chunk whose last use is the earliest goes first, unused ones ahead.
-
-    Args:
-        last_uses: A number for each chunk that was used; the larger the later.
-    """
-    return lambda chunk: last_uses.get(chunk, -math.inf)
-
-
-def choose_evictions(present: Mapping[int, int], num_bytes: int, *, order: Order) -> tuple[int, ...]:
-    """Return the chunks to evict, in this order, so that `num_bytes` become free, or all of them.
-
-    Args:
-        present: The size of each present chunk in bytes.
-        num_bytes: Number of bytes to free; nothing is evicted if it is 0 or negative.
-        order: Sort key; chunks with smaller values are evicted first. Ties are broken by number.
-    """
-    evicted = []
-    for chunk in sorted(present, key=lambda chunk: (order(chunk), chunk)):
-        if num_bytes <= 0:
-            break
-        evicted.append(chunk)
-        num_bytes -= present[chunk]
-    return tuple(evicted)
-
 
 @dataclass(frozen=True)
 class Period:
-    """A period of a plan: the evictions and fetches at a use, in this order, and the present chunks after it.
+    """A period of a plan: chunks outside of `present` are evicted at its use, and then others are fetched.
 
     Attributes:
-        drop: Chunks that are evicted before the use.
         fetch: Chunks that are fetched before the use.
         ahead: Chunks of the next use whose fetch starts when the chunks of this use are present.
         present: Chunks present in this period, without those in flight.
     """
 
-    drop: tuple[int, ...]
     fetch: tuple[int, ...]
     ahead: tuple[int, ...]
     present: frozenset[int]
@@ -101,17 +60,15 @@ class EvictionPlan:
     """The present chunks of each period of an iteration that repeats.
 
     The chunks at the start of the first planned iteration can differ from those at the end of the plan. Then
-    chunks outside of `present` are evicted as well, and needed chunks that are absent are fetched.
+    needed chunks that are absent are fetched as well.
 
     Attributes:
         periods: One for each moment of the trace.
         moved_bytes: The bytes of all fetches of an iteration.
-        is_exact: Whether no plan that is the same in every iteration moves fewer.
     """
 
     periods: tuple[Period, ...]
     moved_bytes: int
-    is_exact: bool
 
 
 @dataclass(frozen=True)
@@ -161,8 +118,7 @@ class IntervalRing:
         """All intervals, from each need of a chunk until its next."""
         return tuple(
             KeptInterval(chunk, begin, end)
-            for chunk, moments in self.trace.moments.items()
-            for begin, end in pairwise((*moments, len(self.trace) + moments[0]))
+            for (chunk, begin), end in self.trace.next_needs.items()
             if end < len(self.trace) or chunk not in self.out_of_date
         )
 
@@ -240,7 +196,6 @@ def plan_evictions(
     before[:1] = [last - written for last in before[:1]]
     periods = tuple(
         Period(
-            drop=tuple(sorted(before[moment] - present[moment])),
             fetch=tuple(sorted(present[moment] - before[moment] - set(ahead[moment - 1]))),
             ahead=ahead[moment],
             present=frozenset(present[moment]),
@@ -248,40 +203,49 @@ def plan_evictions(
         for moment in range(len(trace))
     )
     moved = sum(_bytes((*period.fetch, *period.ahead), sizes) for period in periods)
-    return EvictionPlan(periods, moved, is_exact=_is_small(trace) or not moved)
+    return EvictionPlan(periods, moved)
 
 
 def _choose_intervals(ring: IntervalRing) -> tuple[KeptInterval, ...]:
     """Return the best intervals for a few chunks, good ones for many. See [Note: Optimal plans]."""
-    latest = _greedy_intervals(ring, lambda moment, _: needed_latest(ring.trace, moment))
-    oldest = _greedy_intervals(ring, lambda _, last_needs: least_recently_used(last_needs))
+    # MIN evicts the chunk whose next need is the latest, LRU the one whose last need is the earliest.
+    latest = _greedy_intervals(ring, lambda _, next_need: -next_need)
+    oldest = _greedy_intervals(ring, lambda last_need, _: last_need)
     greedy = max(ring.pack(latest), ring.pack(oldest), key=ring.saved_bytes)  # the first of equals
     if not _is_small(ring.trace):
         return greedy
     return ring.choose_best(more_than=ring.saved_bytes(greedy)) or greedy
 
 
-def _greedy_intervals(
-    ring: IntervalRing, order_at: Callable[[int, Mapping[int, int]], Order]
-) -> set[KeptInterval]:
-    """Return the intervals kept by an iteration that evicts only when room is needed."""
-    length = len(ring.trace)
-    interval_from = {(interval.chunk, interval.begin): interval for interval in ring.intervals}
-    present: set[int] = set()
-    last_needs: dict[int, int] = {}
+def _greedy_intervals(ring: IntervalRing, order: Callable[[int, int], int]) -> set[KeptInterval]:
+    """Return the intervals kept by an iteration that evicts only when room is needed.
+
+    Args:
+        ring: The problem.
+        order: Sort key of a chunk that is present, from the moments of its last and of its next need: the
+            smallest is evicted first. Ties are broken by number.
+    """
+    trace, length = ring.trace, len(ring.trace)
+    present: dict[int, tuple[int, int]] = {}  # last and next need of each chunk, counted over the laps
     intervals: set[KeptInterval] = set()
     for now in range(LAPS * length):
         moment = now % length
         if moment == 0:
             intervals = set()
-            present -= ring.out_of_date
-        needed = ring.trace.needed[moment]
-        intervals |= {interval_from[chunk, last_needs[chunk] % length] for chunk in needed & present}
-        unneeded = {chunk: ring.sizes[chunk] for chunk in present - needed}
-        excess = sum(unneeded.values()) - ring.room[moment]
-        evicted = choose_evictions(unneeded, excess, order=order_at(moment, last_needs))
-        present = (present | needed) - set(evicted)
-        last_needs.update(dict.fromkeys(needed, now))
+            present = {chunk: needs for chunk, needs in present.items() if chunk not in ring.out_of_date}
+        needed = trace.needed[moment]
+        for chunk in needed:
+            if chunk in present:
+                begin = present[chunk][0] % length
+                intervals.add(KeptInterval(chunk, begin, trace.next_needs[chunk, begin]))
+            present[chunk] = now, now - moment + trace.next_needs[chunk, moment]
+        unneeded = sorted(present.keys() - needed, key=lambda chunk: (order(*present[chunk]), chunk))
+        excess = _bytes(unneeded, ring.sizes) - ring.room[moment]
+        for chunk in unneeded:
+            if excess <= 0:
+                break
+            excess -= ring.sizes[chunk]
+            del present[chunk]
     return intervals
 
 

@@ -11,10 +11,10 @@ ranks.
 
 import enum
 import operator
-from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -56,16 +56,17 @@ class Trace:
                 moments.setdefault(chunk, []).append(moment)
         return {chunk: tuple(its) for chunk, its in moments.items()}
 
-    def next_need(self, chunk: int, after: int) -> int | None:
-        """Return the first moment after `after` at which a chunk is needed. None: it is never needed.
+    @cached_property
+    def next_needs(self) -> dict[tuple[int, int], int]:
+        """The next moment at which a chunk is needed, by the chunk and a moment of need.
 
-        Needs of the next iteration continue the count: moment `len(trace)` is its first. O(log n).
+        Needs of the next iteration continue the count: moment `len(trace)` is its first.
         """
-        moments = self.moments.get(chunk)
-        if moments is None:
-            return None
-        position = bisect_right(moments, after)
-        return moments[position] if position < len(moments) else len(self) + moments[0]
+        return {
+            (chunk, moment): following
+            for chunk, moments in self.moments.items()
+            for moment, following in pairwise((*moments, len(self) + moments[0]))
+        }
 
     def covering(self, other: "Trace") -> "Trace":
         """Return a trace of the same uses with the larger bytes of both, and the held chunks of either."""

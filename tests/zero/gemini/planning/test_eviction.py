@@ -11,9 +11,8 @@ from colossalai.zero.gemini.planning._eviction import (
     EXACT_CHUNKS,
     DoesNotFit,
     EvictionPlan,
-    choose_evictions,
-    least_recently_used,
-    needed_latest,
+    IntervalRing,
+    _greedy_intervals,
     plan_evictions,
 )
 from colossalai.zero.gemini.planning._trace import Trace
@@ -136,8 +135,8 @@ def replay(trace: Trace, sizes: list[int], plan: EvictionPlan, budget: int) -> I
         moved = 0
         for period, needed, other in zip(plan.periods, trace.needed, trace.other_bytes, strict=True):
             present |= under_way
-            present -= set(period.drop)
-            assert not under_way & set(period.drop)
+            assert under_way <= period.present
+            present &= period.present
             missing = needed - present  # in the first lap also what should have stayed from the one before
             assert lap == 0 or missing == set(period.fetch)
             present |= missing
@@ -160,7 +159,6 @@ def test_the_bytes_are_the_fewest_of_all_ways_through_sets(case: Case) -> None:
 @given(cases(num_chunks=EXACT_CHUNKS, num_moments=9))
 def test_the_bytes_are_the_fewest_for_eight_chunks(case: Case) -> None:
     plan = planned(*case)
-    assert plan.is_exact
     assert plan.moved_bytes == fewest_bytes_by_intervals(*case)
 
 
@@ -284,8 +282,8 @@ def test_what_fits_is_never_moved() -> None:
     for budget in (None, 4 + 13 * 5):
         plan = planned(trace, [5] * 13, budget)
         assert plan.moved_bytes == 0
-        assert plan.is_exact
-        assert all(not (period.drop or period.fetch or period.ahead) for period in plan.periods)
+        assert all(not (period.fetch or period.ahead) for period in plan.periods)
+        assert {period.present for period in plan.periods} == {frozenset(range(13))}
     assert planned(Trace((), ()), [5], 1).periods == ()
     assert planned(Trace((0,), (3,)), [5], 8).moved_bytes == 0
 
@@ -296,7 +294,6 @@ def test_a_fetch_starts_a_period_ahead_where_both_periods_have_room() -> None:
     assert [period.present for period in plan.periods] == [{use} for use in trace.uses]
     assert [period.ahead for period in plan.periods] == [(1,), (2,), (), (4,), ()]
     assert [period.fetch for period in plan.periods] == [(0,), (), (), (3,), ()]
-    assert [period.drop for period in plan.periods] == [(4,), (0,), (1,), (2,), (3,)]
 
 
 def test_arguments_of_one_call_are_present_together() -> None:
@@ -313,27 +310,41 @@ def test_a_use_that_does_not_fit_is_named_with_the_number_that_would_do() -> Non
     assert isinstance(plan_evictions(trace, [4, 3, 8], 10), EvictionPlan)
 
 
-def test_evictions_on_and_off_the_trace() -> None:
-    trace = Trace((0, 1, 2, 3, 1), (0,) * 5)
-    present = {0: 4, 1: 2, 2: 3, 9: 1}  # 9 is never needed
-    order = needed_latest(trace, 2)
-    assert choose_evictions(present, 1, order=order) == (9,)
-    assert choose_evictions(present, 2, order=order) == (9, 2)
-    assert choose_evictions(present, 6, order=order) == (9, 2, 0)
-    assert choose_evictions(present, 11, order=order) == (9, 2, 0, 1)
-    assert choose_evictions(present, 0, order=order) == ()
-    recency = least_recently_used({0: 7, 1: 5, 2: 6})
-    assert choose_evictions(present, 4, order=recency) == (9, 1, 2)
-    assert choose_evictions({5: 1, 4: 1, 3: 1}, 2, order=recency) == (3, 4)  # ties by number
+LATEST, OLDEST = (lambda _, next_need: -next_need), (lambda last_need, _: last_need)
 
 
-@given(present=st.dictionaries(st.integers(0, 6), st.integers(1, 9)), num_bytes=st.integers(-3, 40))
-def test_evictions_free_the_bytes_and_none_is_in_vain(present: dict[int, int], num_bytes: int) -> None:
-    evicted = choose_evictions(present, num_bytes, order=lambda chunk: -chunk)
-    assert list(evicted) == sorted(evicted, reverse=True)
-    freed = total(evicted, present)  # type: ignore[arg-type]
-    assert freed >= num_bytes or set(evicted) == present.keys()
-    assert not evicted or freed - present[evicted[-1]] < num_bytes
+def kept(uses: tuple[int, ...], sizes: list[int], budget: int, order: Callable[[int, int], int]) -> set[int]:
+    """Return the chunks that a greedy iteration keeps from one use to another in it."""
+    trace = Trace(uses, (0,) * len(uses))
+    ring = IntervalRing(trace, sizes, tuple(budget - sizes[use] for use in uses), frozenset(uses))
+    return {interval.chunk for interval in _greedy_intervals(ring, order)}
+
+
+def test_greedy_evictions_by_next_and_by_last_need() -> None:
+    uses, sizes = (0, 1, 2, 3, 2, 1, 0), [4, 2, 3, 1]
+    assert kept(uses, sizes, 10, LATEST) == kept(uses, sizes, 10, OLDEST) == {0, 1, 2}
+    assert kept(uses, sizes, 9, LATEST) == {1, 2}  # 0 is needed last, and was used first
+    assert kept(uses, sizes, 6, LATEST) == {1, 2}
+    assert kept(uses, sizes, 5, LATEST) == {2}
+    turns = (0, 1, 2, 0, 1, 2)
+    assert kept(turns, [1] * 3, 2, LATEST) == {0, 2}  # 1 is evicted at the use of 2, and 0 at that of 1
+    assert kept(turns, [1] * 3, 2, OLDEST) == set()
+    assert kept((5, 4, 3, 4, 5), [1] * 6, 2, lambda *_: 0) == {5}  # ties by number
+
+
+@settings(max_examples=100)
+@given(cases(num_chunks=14, num_moments=40), st.sampled_from([LATEST, OLDEST]))
+def test_greedy_evictions_free_the_bytes(case: Case, order: Callable[[int, int], int]) -> None:
+    trace, sizes, budget = case
+    room = [budget - total(trace.needed[m], sizes) - trace.other_bytes[m] for m in range(len(trace))]
+    ring = IntervalRing(trace, sizes, tuple(room))
+    intervals = _greedy_intervals(ring, order)
+    assert intervals <= set(ring.intervals)
+    for moment in range(len(trace)):
+        beside = [each for each in intervals if moment in ring.between(each)]
+        assert total([each.chunk for each in beside], sizes) <= room[moment]
+    everything = IntervalRing(trace, sizes, (sum(sizes),) * len(trace))
+    assert _greedy_intervals(everything, order) == set(everything.intervals)  # none is evicted in vain
 
 
 @settings(max_examples=60)
@@ -360,7 +371,7 @@ def test_a_plan_of_many_chunks_fetches_what_was_written(case: Case, written: fro
     assert isinstance(plan, EvictionPlan)
     present: set[int] = set(plan.periods[-1].present) - written | set(plan.periods[-1].ahead)
     for period, needed, other in zip(plan.periods, trace.needed, trace.other_bytes, strict=True):
-        present = (present - set(period.drop)) | set(period.fetch)
+        present = (present & period.present) | set(period.fetch)
         assert needed <= present == period.present
         assert total(present, sizes) + total(period.ahead, sizes) + other <= budget
         present |= set(period.ahead)
