@@ -22,7 +22,7 @@ import torch.distributed as dist
 from harness.rounds import report
 
 import colossalai
-from colossalai.communication.shared_memory import empty_to_lend
+from colossalai.communication.shared_memory import empty_in_arena
 
 SIZES = [1 << 10, 16 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20]
 Maker = Callable[[int, Any, bool], Callable[[], object]]
@@ -30,7 +30,7 @@ Maker = Callable[[int, Any, bool], Callable[[], object]]
 
 def operand(size: int, group: Any, lends: bool) -> torch.Tensor:
     """Return a tensor of `size` bytes, in memory that the other ranks can read if it is lent."""
-    lent = empty_to_lend(group, size // 4, torch.float32) if lends else None
+    lent = empty_in_arena(group, size // 4, torch.float32) if lends else None
     return torch.zeros(size // 4) if lent is None else lent.zero_()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from colossalai._not_landed import NOT_LANDED, refuse_name
 
 JOB_PARTS: Mapping[str, str] = {
-    "how_ranks_talk": "colossalai.communication.shared_memory",
+    "transport_of": "colossalai.communication.shared_memory",
     "make_group": "colossalai.communication.shared_memory",
     "matmul_of_job": "colossalai.kernel",
     "given_plan": "colossalai.auto_parallel",

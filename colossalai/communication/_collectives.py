@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.communication._ledger import is_timed, open_ledgers, record
-from colossalai.communication.shared_memory import empty_to_lend, is_within_machine, stamp_next
+from colossalai.communication.shared_memory import empty_in_arena, is_within_machine, stamp_next
 from colossalai.context import Axis, global_context
 
 AxisLike = Axis | Hashable
@@ -32,7 +32,7 @@ class Work(Protocol):
         """Whether the collective is complete."""
 
 
-class _Done:
+class _CompleteWork:
     """The work of a complete collective."""
 
     def wait(self) -> bool:
@@ -42,7 +42,7 @@ class _Done:
         return True
 
 
-_DONE = _Done()
+_COMPLETE = _CompleteWork()
 Pending = tuple[torch.Tensor, Work]
 
 # torch has renamed both, and warns about the old names.
@@ -71,7 +71,7 @@ def all_gather(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _DONE) if async_op else tensor
+        return (tensor, _COMPLETE) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
     work = _issue("all_gather", axis, tensor, _all_gather, result, source, async_op=async_op)
@@ -101,7 +101,7 @@ def reduce_scatter(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _DONE) if async_op else tensor
+        return (tensor, _COMPLETE) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
     work = _issue("reduce_scatter", axis, tensor, _reduce_scatter, result, source, op=op, async_op=async_op)
@@ -154,7 +154,7 @@ def all_reduce(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _DONE) if async_op else tensor
+        return (tensor, _COMPLETE) if async_op else tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
     work = _issue("all_reduce", axis, tensor, dist.all_reduce, result, op=op, async_op=async_op)
     return (result, work) if async_op else result
@@ -177,7 +177,7 @@ def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return _nothing
+        return _no_wait
     work = _issue("all_reduce", axis, tensor, dist.all_reduce, tensor, async_op=True)
     return work.wait
 
@@ -236,9 +236,9 @@ def empty_to_send(
     """
     axis = as_axis(parallel_mode)
     if device.type == "cpu" and axis.size > 1 and dist.is_initialized():  # otherwise nothing is sent
-        lent = empty_to_lend(axis.group, numel, dtype)
-        if lent is not None:
-            return lent
+        tensor = empty_in_arena(axis.group, numel, dtype)
+        if tensor is not None:
+            return tensor
     return torch.empty(numel, dtype=dtype, device=device)
 
 
@@ -268,7 +268,7 @@ def broadcast(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _DONE) if async_op else tensor
+        return (tensor, _COMPLETE) if async_op else tensor
     result = tensor.contiguous()
     work = _issue("broadcast", axis, tensor, dist.broadcast, result, src=src, async_op=async_op)
     return (result, work) if async_op else result
@@ -296,7 +296,7 @@ def reduce(
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return (tensor, _DONE) if async_op else tensor
+        return (tensor, _COMPLETE) if async_op else tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
     work = _issue("reduce", axis, tensor, dist.reduce, result, dst=dst, op=op, async_op=async_op)
     return (result, work) if async_op else result
@@ -347,14 +347,14 @@ def _issue(
         options: Its other arguments except the group.
     """
     if not open_ledgers:
-        return collective(*args, group=axis.group, **options) or _DONE
+        return collective(*args, group=axis.group, **options) or _COMPLETE
     with record(name, axis.name, tensor, axis.size):
         work = collective(*args, group=axis.group, **options)
         if work is not None and is_timed():
             work.wait()  # within the entry, which so times this collective alone
-            return _DONE
-    return work or _DONE
+            return _COMPLETE
+    return work or _COMPLETE
 
 
-def _nothing() -> None:
+def _no_wait() -> None:
     """Wait function of an axis of one rank."""

@@ -187,14 +187,14 @@ class _Exchange(torch.autograd.Function):
         ctx: Any, rows: torch.Tensor, axis: Axis, num_sent: Sequence[int], num_received: Sequence[int]
     ) -> torch.Tensor:
         ctx.axis, ctx.num_sent, ctx.num_received = axis, num_sent, num_received
-        return _exchanged(rows, axis, num_sent, num_received)
+        return _exchange_rows(rows, axis, num_sent, num_received)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchanged(grad, ctx.axis, ctx.num_received, ctx.num_sent), None, None, None
+        return _exchange_rows(grad, ctx.axis, ctx.num_received, ctx.num_sent), None, None, None
 
 
-def _exchanged(
+def _exchange_rows(
     rows: torch.Tensor, axis: Axis, num_sent: Sequence[int], num_received: Sequence[int]
 ) -> torch.Tensor:
     received = rows.new_empty((sum(num_received), *rows.shape[1:]))

@@ -338,7 +338,7 @@ def _connect(store: dist.Store, requested: str, device: torch.device, *, rank: i
     atexit.unregister(at_exit)
     atexit.register(at_exit)
     if chosen == "shared_memory":
-        talk = find_name("colossalai", JOB_PARTS, "how_ranks_talk")()
+        talk = find_name("colossalai", JOB_PARTS, "transport_of")()
     if requested == "shared_memory" and talk != "shared memory":
         raise ValueError(
             "backend is 'shared_memory', and the ranks cannot all share memory: they are on "

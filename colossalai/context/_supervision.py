@@ -162,16 +162,16 @@ class _ErrorHook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Add a note to an error of communication, and call the previous hook."""
         watchdog = process.watching[-1][0] if process.watching else None
-        if watchdog is not None and watchdog.has_spoken:
+        if watchdog is not None and watchdog.has_shown_error:
             return  # the process is about to end, and this error is a consequence
         text = str(error).lower()
         is_communication = isinstance(error, dist.DistNetworkError) or (
             isinstance(error, RuntimeError) and any(w in text for w in _COMMUNICATION_WORDS)
         )
         if watchdog is not None and is_communication:
-            for line in watchdog.troubles_soon():
+            for line in watchdog.find_ended_ranks():
                 error.add_note(line)
-            if line := watchdog.disagreement_soon():  # the cause of the lost connection
+            if line := watchdog.find_disagreement():  # the cause of the lost connection
                 kind, cause, error = DisagreementError, error, DisagreementError(line)
                 error.__cause__ = cause
         self.previous(kind, error, trace)

@@ -30,13 +30,13 @@ from colossalai.cluster import LOOPBACK, Binding, bind_ranks, serve_store
 from colossalai.launcher import _worker
 from colossalai.launcher._cleanup import JobFolder, remove_abandoned_folders
 from colossalai.launcher._failure import JobFailure, RankState, find_failure, read_error
-from colossalai.launcher._job import MOST_ASKED, Job, port_taken
+from colossalai.launcher._job import MAX_DRAIN_SIGNALS, Job, port_taken
 from colossalai.launcher._processes import (
     GRACE_S,
     adopt_orphans,
     end_descendants,
+    ending_signals,
     exit_code_of,
-    signals_to_heed,
 )
 from colossalai.launcher._protocol import ControllerLink
 from colossalai.launcher._worker_pipes import WorkerPipes
@@ -103,7 +103,7 @@ def prepare(job: Job) -> Binding:
         allowed=os.sched_getaffinity(0),
     )
     os.environ.setdefault("OMP_NUM_THREADS", str(binding.num_threads))
-    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(signals_to_heed()))
+    os.environ.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", ",".join(ending_signals()))
     adopt_orphans()
     # Our reports replace those of torch's agent. A null handler keeps Python from printing them.
     elastic_logger = logging.getLogger("torch.distributed.elastic")
@@ -126,10 +126,10 @@ class LocalAgent(LocalElasticAgent):
         self.failure: JobFailure | None = None
         self._drain_s = drain_s
         self._drain: tuple[signal.Signals, float] | None = None  # its signal, and its deadline
-        self._num_asked = 0
+        self._num_signals = 0
         self._ended_at: dict[int, float] = {}  # by pid
 
-    def look_at_ranks(self) -> list[RankState]:
+    def rank_states(self) -> list[RankState]:
         """Return how the ranks are; there are none before they are started, or once they have succeeded."""
         if self._pcontext is None or self._worker_group.state == WorkerState.SUCCEEDED:
             return []
@@ -153,7 +153,7 @@ class LocalAgent(LocalElasticAgent):
     def on_failure(self) -> None:
         """Called when a failure is found, before the ranks are ended."""
 
-    def ask_first_rank(self, number: int) -> None:
+    def signal_first_rank(self, number: int) -> None:
         """Send a signal to this host's first rank, which ends the job by itself, if it is there."""
         if self._pcontext is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -162,25 +162,25 @@ class LocalAgent(LocalElasticAgent):
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         pids: dict[int, Any] = super()._start_workers(worker_group)
         if self._drain_s is not None:  # torch's agent has just set handlers that end all ranks at once
-            for name in signals_to_heed():
+            for name in ending_signals():
                 signal.signal(signal.Signals[name], self._on_signal)
         return pids
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         """Let rank 0 end the job; a third signal ends all ranks."""
         assert self._drain_s is not None
-        self._num_asked += 1
-        if self._num_asked > MOST_ASKED:
+        self._num_signals += 1
+        if self._num_signals > MAX_DRAIN_SIGNALS:
             raise SignalException("asked again", signal.Signals(number))
         self._drain = self._drain or (signal.Signals(number), time.monotonic() + self._drain_s)
-        self.ask_first_rank(number)
+        self.signal_first_rank(number)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Look at the ranks, end them all if one has failed, and leave only the good end to torch.
 
         torch would name some failed rank, and wait 30 seconds for the others to end.
         """
-        ranks = self.look_at_ranks()
+        ranks = self.rank_states()
         if self._drain is not None and not all(rank.exit_code == 0 for rank in ranks):
             asked_by, end = self._drain
             if time.monotonic() > end or any(rank.exit_code == -asked_by for rank in ranks):
@@ -191,19 +191,19 @@ class LocalAgent(LocalElasticAgent):
         self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
         if self.failure is None:
             return RunResult(state=WorkerState.HEALTHY)
-        self._hear_peers(self.failure)
+        self._wait_for_peer_errors(self.failure)
         self.on_failure()
         self._remaining_restarts = 0  # restarts are made by the process that started this agent
         end_descendants(signal.SIGTERM, grace_s=GRACE_S)
         return RunResult(state=WorkerState.FAILED)
 
-    def _hear_peers(self, failure: JobFailure) -> None:
+    def _wait_for_peer_errors(self, failure: JobFailure) -> None:
         """Wait briefly for the errors of a killed rank's peers, before all ranks are ended."""
         if not (isinstance(failure.first, RankState) and failure.first.was_killed):
             return
         deadline = time.monotonic() + _LAST_WORDS_S
         while time.monotonic() < deadline:
-            ranks = self.look_at_ranks()
+            ranks = self.rank_states()
             self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
             if all(rank.exit_code is not None or rank.error is not None for rank in ranks):
                 return

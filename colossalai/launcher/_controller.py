@@ -1,14 +1,14 @@
 """Controller of a job on several hosts: starts an agent on each, and ends or restarts them all together.
 
 The controller alone decides: agents report and obey, and never wait for one another (order of messages:
-[Note: the talk of controller and agent] in `_host_agent.py`).
+[Note: messages of controller and agent] in `_host_agent.py`).
 
-[Note: a restart is a new start]
+[Note: restarts of a job]
 Nothing of a start outlives it: no agent, no store, no port, no rank. So a rank cannot meet leftovers of an
 earlier one, which make restarts inside one rendezvous flaky. The script resumes by itself from its last
 complete checkpoint.
 
-[Note: who ends whom, and by when]
+[Note: deadlines at the end of a job]
 A failed rank is found by its agent, which ends its other ranks (`GRACE_S`, then SIGKILL) and reports it.
 The controller then makes every other agent end its ranks, with the same grace. An agent that still runs
 `_KILL_S` after that is killed with its ssh client; its leftovers, like those of a lost agent, are found by
@@ -27,10 +27,17 @@ from enum import IntEnum
 from typing import Any
 
 from colossalai.cluster import LOOPBACK, Host
-from colossalai.launcher._failure import JobFailure, NodeLoss, RankError, RankState, blame, signal_name
-from colossalai.launcher._job import MOST_ASKED, ClusterJob
+from colossalai.launcher._failure import (
+    JobFailure,
+    NodeLoss,
+    RankError,
+    RankState,
+    first_failure,
+    signal_name,
+)
+from colossalai.launcher._job import MAX_DRAIN_SIGNALS, ClusterJob
 from colossalai.launcher._output import Screen
-from colossalai.launcher._processes import GRACE_S, signals_to_heed
+from colossalai.launcher._processes import GRACE_S, ending_signals
 from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes, kill
 
 _KILL_S = 6.0  # time after the grace until a running agent is killed
@@ -89,16 +96,16 @@ class AgentHandle(RemoteProcess):
         self.ranks: list[RankState] = []  # those that had failed when it ended
         self.loss: NodeLoss | None = None
         self.refusal: str | None = None
-        self.is_in_trouble = False  # the job cannot go on with it: a rank has failed, it is lost or refuses
+        self.has_failed = False  # the job cannot go on with it: a rank has failed, it is lost or refuses
         self._has_ended = False
 
-    def lose(self, what: str) -> None:
+    def mark_lost(self, what: str) -> None:
         """Record that it is lost without a message; the first record counts."""
-        self.loss = self.loss or NodeLoss(host=self.host.name, what=what, time=self.heard_at)
-        self.is_in_trouble = True
+        self.loss = self.loss or NodeLoss(host=self.host.name, what=what, time=self.last_message_at)
+        self.has_failed = True
         self._on_change()
 
-    async def _take(self, message: dict[str, Any]) -> None:
+    async def _handle(self, message: dict[str, Any]) -> None:
         kind = message["kind"]
         if kind == "line":
             line = as_bytes(message["text"])
@@ -114,35 +121,35 @@ class AgentHandle(RemoteProcess):
             # Times are by the host's clock, which may differ from ours.
             shift = time.time() - message["now"]
             self.ranks = [_read_rank(rank, self.host.name, shift) for rank in message["ranks"]]
-        self.is_in_trouble |= kind in ("failed", "refused")  # which rank has failed comes with "ended"
+        self.has_failed |= kind in ("failed", "refused")  # which rank has failed comes with "ended"
         self._has_ended |= kind in ("ended", "refused")
         self.stage = max(self.stage, _STAGE_OF.get(kind, self.stage))
         self._on_change()
 
-    async def _take_noise(self, line: bytes) -> None:
+    async def _handle_output(self, line: bytes) -> None:
         await self._screen.node_line(self.host.name, line)
 
     def _on_silence(self) -> None:
-        self.lose(f"nothing was heard of it for {SILENCE_S:g} s: its link or the machine is down")
+        self.mark_lost(f"nothing was heard of it for {SILENCE_S:g} s: its link or the machine is down")
 
     def _on_end(self, exit_code: int) -> None:
         if not self._has_ended and self.loss is None:
-            self.lose(self._describe_end(exit_code))
+            self.mark_lost(self._describe_end(exit_code))
         self.stage = Stage.GONE
         self._on_change()
 
     def _describe_end(self, code: int) -> str:
         """Describe an unexpected end of a process; ssh itself ends with 255."""
-        told = "; ".join(line.decode(errors="replace") for line in [*self.errors][-_ERROR_LINES:])
+        text = "; ".join(line.decode(errors="replace") for line in [*self.errors][-_ERROR_LINES:])
         if self.stage == Stage.STARTING:
-            return told or f"its agent could not be started (exit code {code})"
+            return text or f"its agent could not be started (exit code {code})"
         if code < 0:
             return f"{self._command[0]}, which leads to it, was killed by {signal_name(-code)}"
         if code == 255:
-            return told or "its connection has ended"
+            return text or "its connection has ended"
         if code > 128:
             return f"its agent was killed by {signal_name(code - 128)}"
-        return f"its agent has ended with exit code {code}{': ' if told else ''}{told}"
+        return f"its agent has ended with exit code {code}{': ' if text else ''}{text}"
 
 
 def _read_rank(fields: dict[str, Any], host: str, shift: float) -> RankState:
@@ -164,13 +171,13 @@ class _Controller:
         self._news = asyncio.Event()  # set by every message of an agent, and by signals
         self._agents: list[AgentHandle] = []
         self._stopped_by: signal.Signals | None = None
-        self._num_asked = 0  # signals that were passed to rank 0, to end the job by itself
+        self._num_signals = 0  # signals that were passed to rank 0, to end the job by itself
         self._has_started = False  # set once: a host that does not answer later can still return
 
     async def run(self) -> int:
         """Start the job, again after a failure as long as it may be; return the exit code."""
         loop = asyncio.get_running_loop()
-        for name in signals_to_heed():
+        for name in ending_signals():
             loop.add_signal_handler(signal.Signals[name], self._on_signal, signal.Signals[name])
         # Ctrl-Z is not heeded: a stopped controller sends no heartbeats, and the agents would end the job.
         loop.add_signal_handler(signal.SIGTSTP, lambda: None)
@@ -178,18 +185,20 @@ class _Controller:
             for attempt in itertools.count():
                 failure = await self._attempt(attempt)
                 if self._stopped_by is not None:
-                    await self._screen.say(f"stopped by {self._stopped_by.name}; its processes are ended")
+                    await self._screen.launcher_line(
+                        f"stopped by {self._stopped_by.name}; its processes are ended"
+                    )
                     return 128 + self._stopped_by
                 if failure is None:
                     return 0
-                if attempt == self._cluster.max_restarts or self._num_asked or failure.is_refusal:
-                    await self._screen.say(failure.describe())
+                if attempt == self._cluster.max_restarts or self._num_signals or failure.is_refusal:
+                    await self._screen.launcher_line(failure.describe())
                     return failure.first.shell_code
                 number = f"restart {attempt + 1} of {self._cluster.max_restarts}"
-                await self._screen.say(f"{failure.first.describe()}; {number}")
+                await self._screen.launcher_line(f"{failure.first.describe()}; {number}")
             raise AssertionError("the count has no end")
         except LaunchRefusedError as refusal:
-            await self._screen.say(refusal.reason)
+            await self._screen.launcher_line(refusal.reason)
             return 1
         finally:
             self._screen.close()
@@ -198,22 +207,24 @@ class _Controller:
         """Run the job once; return how it failed, or None if it did not, or was stopped."""
         self._agents = []
         try:
-            await self._gather(attempt)
+            await self._start_agents(attempt)
             if not self._is_over():
-                await self._go()
+                await self._start_ranks()
                 self._has_started = True
                 # The ranks run. An agent whose own have ended waits for "finish": it may hold the store that
                 # those of others still use.
-                await self._until(lambda: all(agent.stage == Stage.DONE for agent in self._agents))
+                await self._wait_until(lambda: all(agent.stage == Stage.DONE for agent in self._agents))
             if not self._is_over():
                 for agent in self._agents:
                     agent.send("finish")
-                await self._until(lambda: all(agent.stage == Stage.GONE for agent in self._agents), GRACE_S)
+                await self._wait_until(
+                    lambda: all(agent.stage == Stage.GONE for agent in self._agents), GRACE_S
+                )
             return await self._end()
         finally:
             await asyncio.gather(*(agent.close() for agent in self._agents))
 
-    async def _gather(self, attempt: int) -> None:
+    async def _start_agents(self, attempt: int) -> None:
         """Start the agents, until there are enough that are ready.
 
         Raises:
@@ -231,13 +242,13 @@ class _Controller:
             self._agents += tried
             # "ready" is sent when torch is imported, and no agent waits for it at another one; until then an
             # agent that is gone is no trouble, if the job can do without its host.
-            await self._until(
+            await self._wait_until(
                 lambda: (
                     all(agent.stage in (Stage.READY, Stage.GONE) for agent in self._agents)
                     or self._is_hopeless()
                 ),
                 deadline - time.monotonic(),
-                heeds_trouble=False,
+                ends_on_failure=False,
             )
             too_late = Stage.STARTING if self._is_hopeless() else Stage.READY
             lost = [agent for agent in self._agents if agent.stage < too_late or agent.stage == Stage.GONE]
@@ -251,7 +262,7 @@ class _Controller:
             is_enough = len(self._agents) >= self._cluster.min_nodes and now >= patience
             if is_enough or now >= deadline or not self._has_started:
                 break
-            await self._until(lambda: False, _RETRY_S)
+            await self._wait_until(lambda: False, _RETRY_S)
         self._agents.sort(key=lambda agent: self._cluster.hosts.index(agent.host))
         if self._stopped_by is not None:
             return
@@ -262,9 +273,9 @@ class _Controller:
         if reasons:
             verb = "goes on" if self._has_started else "starts"
             count = f"{len(self._agents)} of {len(self._cluster.hosts)} nodes"
-            await self._screen.say(f"{verb} with {count}; {story}")
+            await self._screen.launcher_line(f"{verb} with {count}; {story}")
 
-    async def _go(self) -> None:
+    async def _start_ranks(self) -> None:
         """Open the store on the first host, and start the ranks on all.
 
         Raises:
@@ -279,7 +290,7 @@ class _Controller:
         # The port is chosen where it is held: only when the first agent listens do the others learn of it, so
         # none of them can join a store of an earlier start.
         first.send("listen", address=address, port=self._cluster.job.master_port)
-        await self._until(lambda: first.stage >= Stage.LISTENING, self._cluster.timeout_s)
+        await self._wait_until(lambda: first.stage >= Stage.LISTENING, self._cluster.timeout_s)
         if self._is_over():
             return
         for node_rank, agent in enumerate(self._agents):
@@ -290,7 +301,7 @@ class _Controller:
                 "num_nodes": len(self._agents),
             }
             agent.send("go", rendezvous=rendezvous)
-        await self._until(
+        await self._wait_until(
             lambda: all(agent.stage >= Stage.STARTED for agent in self._agents), self._cluster.timeout_s
         )
         late = [agent.host.name for agent in self._agents if agent.stage < Stage.STARTED]
@@ -305,7 +316,7 @@ class _Controller:
     async def _end(self, *, gives_up: bool = False) -> JobFailure | None:
         """End all remaining processes on all hosts; return the failure of the job, if it failed.
 
-        See [Note: who ends whom, and by when].
+        See [Note: deadlines at the end of a job].
 
         Args:
             gives_up: End agents although none of them has failed.
@@ -320,16 +331,16 @@ class _Controller:
         lost = [agent for agent in self._agents if agent.loss is not None]
         # Lost hosts are swept while the others end: it may take `_SWEEP_S` to find that one is out of reach.
         await asyncio.gather(
-            self._until(
+            self._wait_until(
                 lambda: all(agent.stage == Stage.GONE for agent in self._agents),
                 GRACE_S + _KILL_S,
-                heeds_trouble=False,
+                ends_on_failure=False,
             ),
             *(self._sweep(agent.host) for agent in lost),
         )
         stuck = [agent for agent in self._agents if agent not in lost and agent.stage < Stage.GONE]
         for agent in stuck:
-            agent.lose("its agent did not end when asked to, and was killed")
+            agent.mark_lost("its agent did not end when asked to, and was killed")
         await asyncio.gather(*(self._sweep(agent.host) for agent in stuck))
         if self._stopped_by is not None:
             return None
@@ -338,7 +349,7 @@ class _Controller:
                 raise LaunchRefusedError(f"{agent.host.name}: {agent.refusal}")
         ranks = [rank for agent in self._agents for rank in agent.ranks]
         losses = [agent.loss for agent in self._agents if agent.loss is not None]
-        return blame(ranks, losses) if ranks or losses else None
+        return first_failure(ranks, losses) if ranks or losses else None
 
     async def _sweep(self, host: Host) -> None:
         """End the leftovers of a lost or stuck agent on a host, if the host can be reached."""
@@ -356,13 +367,13 @@ class _Controller:
             kill(process)
             await process.wait()
 
-    async def _until(
-        self, is_so: Callable[[], bool], timeout_s: float | None = None, *, heeds_trouble: bool = True
+    async def _wait_until(
+        self, predicate: Callable[[], bool], timeout_s: float | None = None, *, ends_on_failure: bool = True
     ) -> None:
         """Wait until something is so, or the time is over, or there is trouble, if that is heeded."""
 
         async def wait() -> None:
-            while not is_so() and not (heeds_trouble and self._is_over()):
+            while not predicate() and not (ends_on_failure and self._is_over()):
                 await self._news.wait()
                 self._news.clear()
 
@@ -372,7 +383,7 @@ class _Controller:
             return  # the caller checks the stage
 
     def _is_over(self) -> bool:
-        return self._stopped_by is not None or any(agent.is_in_trouble for agent in self._agents)
+        return self._stopped_by is not None or any(agent.has_failed for agent in self._agents)
 
     def _is_hopeless(self) -> bool:
         """Say whether the first start cannot succeed: later, a host that is gone may come back."""
@@ -380,7 +391,7 @@ class _Controller:
         return not self._has_started and num_gone > len(self._cluster.hosts) - self._cluster.min_nodes
 
     def _new_agent(self, host: Host, attempt: int) -> AgentHandle:
-        # See [Note: a restart is a new start].
+        # See [Note: restarts of a job].
         command = self._cluster.agent_command(host, attempt=attempt)
         return AgentHandle(host, command, self._cluster.variables(host), self._screen, self._news.set)
 
@@ -391,10 +402,10 @@ class _Controller:
         """
         drain_s = self._cluster.job.drain_s
         has_ranks = self._agents and all(agent.stage >= Stage.STARTED for agent in self._agents)
-        if drain_s is not None and has_ranks and self._num_asked < MOST_ASKED:
-            self._num_asked += 1
+        if drain_s is not None and has_ranks and self._num_signals < MAX_DRAIN_SIGNALS:
+            self._num_signals += 1
             self._agents[0].send("ask", signal=int(number))
-            if self._num_asked == 1:
+            if self._num_signals == 1:
                 asyncio.get_running_loop().call_later(drain_s, self._stop, number)
             return
         self._stop(number)

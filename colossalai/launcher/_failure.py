@@ -138,19 +138,19 @@ def find_failure(ranks: list[RankState], *, now: float, patience_s: float) -> Jo
         patience_s: Time for a rank with an error to end (to close files, to write logs), and for the
             peers of an aborted rank to report their errors.
     """
-    failed = sorted((rank for rank in ranks if rank.has_failed), key=_order_of_blame)
+    failed = sorted((rank for rank in ranks if rank.has_failed), key=_failure_order)
     have_ended = all(rank.exit_code is not None for rank in ranks)
     if not failed or not (have_ended or any(_is_certain(rank, now - patience_s) for rank in failed)):
         return None
     return JobFailure(first=failed[0], later=tuple(failed[1:]))
 
 
-def blame(ranks: list[RankState], losses: list[NodeLoss]) -> JobFailure:
+def first_failure(ranks: list[RankState], losses: list[NodeLoss]) -> JobFailure:
     """Return the failure of a job on several nodes, in which a rank has failed or a node was lost."""
-    failed = sorted((rank for rank in ranks if rank.has_failed), key=_order_of_blame)
+    failed = sorted((rank for rank in ranks if rank.has_failed), key=_failure_order)
     lost = sorted(losses, key=lambda loss: loss.time)
     rank_is_first = bool(failed) and (
-        not lost or _is_the_cause(failed[0]) or _error_time(failed[0]) < lost[0].time - _MESSAGE_S
+        not lost or _is_cause(failed[0]) or _error_time(failed[0]) < lost[0].time - _MESSAGE_S
     )
     first, *later = cast(
         "list[RankState | NodeLoss]", [*failed, *lost] if rank_is_first else [*lost, *failed]
@@ -194,12 +194,12 @@ def _is_certain(rank: RankState, long_ago: float) -> bool:
     return rank.exit_code is not None or (rank.error is not None and rank.error.time < long_ago)
 
 
-def _order_of_blame(rank: RankState) -> tuple[bool, float]:
+def _failure_order(rank: RankState) -> tuple[bool, float]:
     """See [Note: the first failure]."""
-    return (not _is_the_cause(rank), _error_time(rank))
+    return (not _is_cause(rank), _error_time(rank))
 
 
-def _is_the_cause(rank: RankState) -> bool:
+def _is_cause(rank: RankState) -> bool:
     return rank.was_killed and rank.exit_code != -signal.SIGABRT
 
 

@@ -2,7 +2,7 @@
 
     python -m colossalai.launcher._host_agent --run-id ID ... -- TARGET ARGS...
 
-[Note: the talk of controller and agent]
+[Note: messages of controller and agent]
     agent:      hello          it runs; with its name
     agent:      ready          torch is imported; with the binding of ranks to cores
     controller: listen         to the first node: open the store
@@ -38,7 +38,7 @@ from colossalai.launcher._cleanup import (
     sweep,
 )
 from colossalai.launcher._job import Job
-from colossalai.launcher._processes import GRACE_S, end_descendants, signals_to_heed
+from colossalai.launcher._processes import GRACE_S, end_descendants, ending_signals
 from colossalai.launcher._protocol import ControllerLink, as_text
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class HostAgent:
         self.ending = threading.Lock()  # its holder ends the ranks, whose states are not read meanwhile
         remove_abandoned_folders()
         self.folder = JobFolder("node")  # before the link: its threads may end this process at once
-        self.link = ControllerLink({"stop": self._stop, "ask": self._ask}, on_loss=self._lose)
+        self.link = ControllerLink({"stop": self._stop, "ask": self._pass_signal}, on_loss=self._on_link_loss)
 
     def run(self) -> None:
         """Execute the controller's messages until the end of the job."""
@@ -75,7 +75,7 @@ class HostAgent:
         self.link.send("hello", pid=os.getpid(), host=socket.gethostname())
         if mark := os.environ.get(MARK_VARIABLE):
             sweep(mark)  # processes of an earlier start of this job, whose link was lost
-        _agent = _import_launcher()
+        _agent = _import_agent()
         binding = _agent.prepare(self.job)
         self.link.send("ready", num_procs=binding.num_ranks, note=binding.note)
         store = None
@@ -129,17 +129,17 @@ class HostAgent:
         if self.agent is not None and self.agent.failure is not None:
             self.ending.release()
             return  # the main thread has just ended them, and reports it
-        ranks = [] if self.agent is None else [rank for rank in self.agent.look_at_ranks() if rank.has_failed]
+        ranks = [] if self.agent is None else [rank for rank in self.agent.rank_states() if rank.has_failed]
         end_descendants(signal.Signals(message["signal"]), grace_s=message["grace_s"])
         self._send_end(ranks)
         self._exit(0)
 
-    def _ask(self, message: dict[str, Any]) -> None:
+    def _pass_signal(self, message: dict[str, Any]) -> None:
         """Send a signal to the first rank, which ends the job by itself."""
         if self.agent is not None:
-            self.agent.ask_first_rank(message["signal"])
+            self.agent.signal_first_rank(message["signal"])
 
-    def _lose(self) -> None:
+    def _on_link_loss(self) -> None:
         """The controller is gone: end everything, without a word to it, which might never get through."""
         if self.ending.acquire(timeout=3 * GRACE_S):
             end_descendants(signal.SIGTERM, grace_s=GRACE_S)
@@ -151,7 +151,7 @@ class HostAgent:
         os._exit(code)
 
 
-def _import_launcher() -> ModuleType:
+def _import_agent() -> ModuleType:
     """Import torch, while the link is already watched.
 
     Its store warns of each peer that has an address and no name, as on many clusters; without a level set by
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("target")
     parser.add_argument("args", nargs=argparse.REMAINDER)
     options = parser.parse_args()
-    for name in signals_to_heed():  # as long as there is no agent of torch's, which has its own way
+    for name in ending_signals():  # as long as there is no agent of torch's, which has its own way
         signal.signal(signal.Signals[name], _raise_stop)
     host_agent = HostAgent(options)
     try:

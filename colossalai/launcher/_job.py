@@ -14,7 +14,7 @@ from colossalai.launcher._cleanup import MARK_VARIABLE
 from colossalai.launcher._environment import READ_VARIABLES, is_secret, variables_line
 from colossalai.launcher._ssh import command_on
 
-MOST_ASKED = 2
+MAX_DRAIN_SIGNALS = 2
 """Signals that a job which ends by itself gets: to end, and to hurry."""
 
 

@@ -77,14 +77,14 @@ def notebook_launcher(
     reports: list[connection.Connection] = []
     try:
         for rank in range(num_processes):
-            report, told = context.Pipe(duplex=False)
+            report, writer = context.Pipe(duplex=False)
             reports.append(report)
             variables = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
             ranks.append(
-                context.Process(target=_be_rank, args=(told, os.getpid(), variables, method, fn, args))
+                context.Process(target=_run_rank, args=(writer, os.getpid(), variables, method, fn, args))
             )
             _start(ranks[-1], fn)
-            told.close()
+            writer.close()
         _wait(ranks, reports)
     finally:
         _end([rank for rank in ranks if rank.pid is not None])
@@ -92,8 +92,8 @@ def notebook_launcher(
             report.close()
 
 
-def _be_rank(
-    told: connection.Connection,
+def _run_rank(
+    writer: connection.Connection,
     parent_pid: int,
     variables: dict[str, str],
     method: str,
@@ -116,7 +116,7 @@ def _be_rank(
         fn(*args)
         _end_job()
     except Exception:
-        told.send_bytes(f"{time.time()} {traceback.format_exc()[-_REPORT_CHARS:]}".encode())
+        writer.send_bytes(f"{time.time()} {traceback.format_exc()[-_REPORT_CHARS:]}".encode())
         sys.exit(1)
 
 
@@ -154,12 +154,12 @@ def _failure(ranks: Sequence[BaseProcess], reports: Sequence[connection.Connecti
     """Return the error of the rank that failed first; the others lost it then, and failed for that."""
     from torch.multiprocessing import ProcessExitedException, ProcessRaisedException
 
-    told: list[tuple[float, int, str]] = []
+    raised: list[tuple[float, int, str]] = []
     for number, (rank, report) in enumerate(zip(ranks, reports, strict=True)):
         text = _read(report)
         if text:
             moment, _, trace = text.partition(" ")
-            told.append((float(moment), number, trace))
+            raised.append((float(moment), number, trace))
         elif not rank.is_alive() and rank.exitcode:
             name = signal_name(-rank.exitcode) if rank.exitcode < 0 else None
             how = f"exit code {rank.exitcode}" if name is None else f"signal {name.removeprefix('signal ')}"
@@ -170,7 +170,7 @@ def _failure(ranks: Sequence[BaseProcess], reports: Sequence[connection.Connecti
                 exit_code=rank.exitcode,
                 signal_name=name,
             )
-    _, number, trace = min(told)
+    _, number, trace = min(raised)
     return ProcessRaisedException(f"\n\n-- rank {number} raised:\n{trace}", number, ranks[number].pid or 0)
 
 

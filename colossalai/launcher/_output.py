@@ -46,7 +46,7 @@ class Screen:
         """Show output of ssh or a login script about a node."""
         await self._show(STDERR, b"[%s] %s\n" % (host.encode(), line))
 
-    async def say(self, text: str) -> None:
+    async def launcher_line(self, text: str) -> None:
         """Show a line of our own."""
         await self._show(STDERR, f"colossalai run: {text}\n".encode())
 

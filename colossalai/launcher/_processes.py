@@ -14,7 +14,7 @@ _POLL_S = 0.02
 _KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, where nothing reaches it
 
 
-def signals_to_heed() -> list[str]:
+def ending_signals() -> list[str]:
     """Return the signals that end the job, except those that this process was started to ignore.
 
     `nohup` does so with SIGHUP, which a closed terminal sends; a script that starts it in the background with
@@ -24,9 +24,9 @@ def signals_to_heed() -> list[str]:
     return [name for name in names if signal.getsignal(signal.Signals[name]) is not signal.SIG_IGN]
 
 
-def describe_deafness() -> str:
+def ignored_sigint_note() -> str:
     """Return a sentence if Ctrl-C does not end this job, otherwise an empty one."""
-    if "SIGINT" in signals_to_heed():
+    if "SIGINT" in ending_signals():
         return ""
     return (
         "SIGINT is ignored here and in the ranks, since this command was started so (by a script in the "

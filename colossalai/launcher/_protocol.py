@@ -80,26 +80,26 @@ class RemoteProcess(ABC):
             `_environment.py`.
 
     Attributes:
-        heard_at: Time of its last message, in seconds since the epoch.
+        last_message_at: Time of its last message, in seconds since the epoch.
         errors: The last lines of its stderr.
     """
 
     def __init__(self, command: Sequence[str], preamble: bytes) -> None:
-        self.heard_at = time.time()
+        self.last_message_at = time.time()
         self.errors: deque[bytes] = deque(maxlen=_ERROR_LINES)
         self._command, self._preamble = list(command), preamble
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._heard = time.monotonic()
+        self._last_alive = time.monotonic()
         self._has_greeted = False  # a message has come: from now on silence counts
         self._is_busy = False  # we are taking what it has said: it is not the other end that is silent
 
     @abstractmethod
-    async def _take(self, message: dict[str, Any]) -> None:
+    async def _handle(self, message: dict[str, Any]) -> None:
         """Take a message."""
 
     @abstractmethod
-    async def _take_noise(self, line: bytes) -> None:
+    async def _handle_output(self, line: bytes) -> None:
         """Handle a line of its stdout or stderr that is not a message."""
 
     @abstractmethod
@@ -163,18 +163,18 @@ class RemoteProcess(ABC):
         assert process.stderr is not None
         errors = asyncio.create_task(self._read_errors(process.stderr))
         while line := await _read_line(process.stdout):
-            self._hear()
+            self._mark_alive()
             if line == _HEARTBEAT:
                 continue
             message = decode(line)
             self._is_busy = True
             if message is None:
-                await self._take_noise(line.rstrip(b"\r\n"))
+                await self._handle_output(line.rstrip(b"\r\n"))
             else:
                 self._has_greeted = True
-                await self._take(message)
+                await self._handle(message)
             self._is_busy = False
-            self._hear()
+            self._mark_alive()
         exit_code = await process.wait()
         await asyncio.wait([errors], timeout=HEARTBEAT_S)  # a child of ssh (a ControlMaster) may hold it open
         errors.cancel()
@@ -184,7 +184,7 @@ class RemoteProcess(ABC):
         while line := await _read_line(stream):
             self.errors.append(line.rstrip(b"\r\n"))
             if self._has_greeted:  # before the greeting the line is ssh's, and `explain_ssh` uses it
-                await self._take_noise(line.rstrip(b"\r\n"))
+                await self._handle_output(line.rstrip(b"\r\n"))
 
     async def _beat(self) -> None:
         """Send heartbeats, and watch for the other end's; see [Note: heartbeats]."""
@@ -192,15 +192,15 @@ class RemoteProcess(ABC):
         assert self._process.stdin is not None
         while self._process.returncode is None and not self._process.stdin.is_closing():
             self._process.stdin.write(_HEARTBEAT)
-            is_silent = self._has_greeted and time.monotonic() - self._heard > SILENCE_S
+            is_silent = self._has_greeted and time.monotonic() - self._last_alive > SILENCE_S
             if is_silent and not self._is_busy:
                 self._on_silence()
                 kill(self._process)
                 return
             await asyncio.sleep(HEARTBEAT_S)
 
-    def _hear(self) -> None:
-        self._heard, self.heard_at = time.monotonic(), time.time()
+    def _mark_alive(self) -> None:
+        self._last_alive, self.last_message_at = time.monotonic(), time.time()
 
 
 def kill(process: asyncio.subprocess.Process) -> None:
@@ -265,14 +265,14 @@ class ControllerLink:
 
     def _listen(self) -> None:
         """Read, and never write: a write blocks when the link is dead, and this thread notices that."""
-        rest, heard = b"", time.monotonic()
-        while time.monotonic() - heard < SILENCE_S:
+        rest, last_alive = b"", time.monotonic()
+        while time.monotonic() - last_alive < SILENCE_S:
             if not select.select([self._in], [], [], 1.0)[0]:
                 continue
             chunk = os.read(self._in, _CHUNK)
             if not chunk:
                 break
-            heard = time.monotonic()
+            last_alive = time.monotonic()
             *lines, rest = (rest + chunk).split(b"\n")
             for message in filter(None, map(decode, lines)):
                 handler = self._handlers.get(message["kind"])

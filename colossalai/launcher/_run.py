@@ -25,7 +25,7 @@ from colossalai.launcher._environment import (
     withheld_names,
 )
 from colossalai.launcher._job import ClusterJob, Job, check_cluster_job, check_job
-from colossalai.launcher._processes import describe_deafness
+from colossalai.launcher._processes import ignored_sigint_note
 from colossalai.launcher._ssh import is_this_machine
 from colossalai.launcher.preflight import PreflightRequest, preflight
 
@@ -87,16 +87,16 @@ def run(options: RunOptions) -> int:
     if options.dry_run:
         print(cluster.describe_commands())
         return 0
-    _say(describe_deafness())
+    _print_note(ignored_sigint_note())
     if names := withheld_names(os.environ, options.env):
         kept = f"{', '.join(names)} {'stays' if len(names) == 1 else 'stay'} on this machine"
-        _say(f"{kept} (a name like a secret's; --env NAME sends it)")
+        _print_note(f"{kept} (a name like a secret's; --env NAME sends it)")
     if options.preflight and not all(is_this_machine(host.name) for host in cluster.hosts):
         report = preflight(_request(cluster))
         for finding in (*report.warnings, *report.failures):
             print(finding.describe(), file=sys.stderr)
         if not report.is_fit:
-            _say("nothing was started; --no-preflight starts it as it is")
+            _print_note("nothing was started; --no-preflight starts it as it is")
             return 1
         cluster = replace(cluster, interfaces=report.interfaces, absent=report.absent)
     from colossalai.launcher._controller import run_on_hosts
@@ -162,14 +162,14 @@ def _run_here(job: Job, options: RunOptions) -> int:
         words = [*(["-m"] if job.is_module else []), job.target, *job.args]
         print(f"# on this machine, {count}\n{shlex.join([sys.executable, *words])}")
         return 0
-    _say(describe_deafness())
+    _print_note(ignored_sigint_note())
     from colossalai.launcher._agent import launch
 
     os.environ.update(given)
     return launch(job)
 
 
-def _say(text: str) -> None:
+def _print_note(text: str) -> None:
     if text:
         print(f"colossalai run: {text}", file=sys.stderr)
 

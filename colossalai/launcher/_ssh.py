@@ -99,18 +99,18 @@ _CLIENT = (
 )
 
 
-def explain_ssh(host: str, exit_code: int, words: str) -> tuple[str, str, str]:
+def explain_ssh(host: str, exit_code: int, stderr: str) -> tuple[str, str, str]:
     """Explain why the command on a host has ended before it began.
 
     Args:
         host: Its name.
         exit_code: 255 if ssh failed; else the remote shell's.
-        words: Its stderr.
+        stderr: Its stderr.
 
     Returns:
         The check that failed ("ssh" or "interpreter"), the problem, and the remedy.
     """
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
     last = lines[-1] if lines else f"exit code {exit_code}, without a word"
     if exit_code < 0:  # we have killed the client
         return "ssh", last, f"see whether its network is well: ssh {host} true"
@@ -119,8 +119,8 @@ def explain_ssh(host: str, exit_code: int, words: str) -> tuple[str, str, str]:
         return "interpreter", f"cannot run the interpreter of this job: {last}", todo
     if exit_code == 255:
         for pattern, what, todo in _CLIENT:
-            if re.search(pattern, words):
-                said = next(line for line in lines if re.search(pattern, line))
-                return "ssh", f"{what.format(host=host)} ({said})", todo.format(host=host)
+            if re.search(pattern, stderr):
+                message = next(line for line in lines if re.search(pattern, line))
+                return "ssh", f"{what.format(host=host)} ({message})", todo.format(host=host)
         return "ssh", f"ssh has ended: {last}", f"try it by hand: ssh {host} true"
     return "interpreter", f"the interpreter of this job ends at once: {last}", f"try it by hand: ssh {host}"

@@ -86,9 +86,9 @@ class WorkerErrorHook:
         if issubclass(kind, KeyboardInterrupt):
             return  # caused by the user, and every rank would print it
         text = "".join(traceback.format_exception(kind, error, _frames_of_the_user(trace)))
-        told = traceback.TracebackException(kind, error, None)
-        told.__notes__ = None  # they follow the message, and the text has them
-        *_, message = told.format_exception_only()
+        exception = traceback.TracebackException(kind, error, None)
+        exception.__notes__ = None  # they follow the message, and the text has them
+        *_, message = exception.format_exception_only()
         # A child that the script forked has inherited this hook; it is not the rank.
         if not (
             self.error_file and self.pid == os.getpid() and self._write(message.strip(), text, exit_code=1)

@@ -127,12 +127,12 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def group_in_words(axis: str | None, group: str) -> str:
+def describe_group(axis: str | None, group: str) -> str:
     """Name a process group by the mesh axis along its ranks, or by its own name where there is none."""
     return f"of axis {axis}" if axis is not None else f"of group {group!r}"
 
 
-def ranks_in_words(ranks: Collection[int], *, most: int = MOST_NAMED) -> str:
+def describe_ranks(ranks: Collection[int], *, most: int = MOST_NAMED) -> str:
     """Return "rank 3", or "ranks 0, 1"; of many the first `most`."""
     shown = ", ".join(map(str, sorted(ranks)[:most])) + (", ..." if len(ranks) > most else "")
     return f"rank{'s' if len(ranks) != 1 else ''} {shown}"
@@ -140,7 +140,7 @@ def ranks_in_words(ranks: Collection[int], *, most: int = MOST_NAMED) -> str:
 
 def late_ranks(ranks: Collection[int], call: str, seconds: float) -> str:
     """Return the error of a call that has waited for ranks until its time limit; all of them are named."""
-    return f"{_ranks_have(ranks)} not come to {call} within {seconds:g} s"
+    return f"{_ranks_with_verb(ranks)} not come to {call} within {seconds:g} s"
 
 
 def lost_ranks(ranks: Collection[int], call: str, *, have_ended: bool) -> str:
@@ -152,11 +152,11 @@ def lost_ranks(ranks: Collection[int], call: str, *, have_ended: bool) -> str:
         have_ended: Whether their processes have ended without leaving the group first.
     """
     how = "ended" if have_ended else "left the group"
-    return f"{_ranks_have(ranks)} {how} before the others were through with {call}"
+    return f"{_ranks_with_verb(ranks)} {how} before the others were through with {call}"
 
 
-def _ranks_have(ranks: Collection[int]) -> str:
-    return f"{ranks_in_words(ranks, most=len(ranks))} {'has' if len(ranks) == 1 else 'have'}"
+def _ranks_with_verb(ranks: Collection[int]) -> str:
+    return f"{describe_ranks(ranks, most=len(ranks))} {'has' if len(ranks) == 1 else 'have'}"
 
 
 def properties_of(op: str, tensors: Any, *, has_shapes: bool = True) -> Properties:

@@ -1,6 +1,6 @@
 """Debug mode for collectives: their ranks compare operation, shapes and dtypes before one is issued.
 
-[Note: where ranks compare]
+[Note: comparison over the store]
 A comparison must not hang if the collective would. So it does not use the group, but the store: each rank
 writes the properties of its next call there, under the group and a number that counts the collectives of the
 group, and waits for those of the others. All read the same values and reach the same result. A rank that is
@@ -27,8 +27,8 @@ from colossalai.monitor._calls import (
     AxisOf,
     DisagreementError,
     Properties,
+    describe_group,
     difference,
-    group_in_words,
     properties_of,
 )
 from colossalai.monitor._flight_recorder import replaced
@@ -122,7 +122,7 @@ class CollectiveCheck:
         name = group.group_name
         self._numbers[name] += 1
         number = self._numbers[name]
-        where = f"#{number} {group_in_words(self._axis_of(tuple(ranks)), name)}"
+        where = f"#{number} {describe_group(self._axis_of(tuple(ranks)), name)}"
         own["where"] = where
         keys = [f"{name}/{number}/{rank}" for rank in ranks]
         text = json.dumps(own)

@@ -5,14 +5,14 @@ timeout, the ranks that wait for one another for ever. A meeting with a `patienc
 at different places are an error there: all ranks of a model go through the same gathers of parameters. It
 must never report a deadlock that does not exist, since it ends the job.
 
-[Note: who is to blame]
+[Note: ranks at fault]
 The report of a waiting rank names its partners. One of them can have died, or not answer. One can have issued
 another collective under the same number of the same group. One can be missing: it is at fault if it is not
 waiting itself; otherwise the search continues with its partners. If all of them wait (each for another one),
 they have issued their collectives in different orders, and all are named. If all have arrived and nothing
 happens, the cause is their connection.
 
-[Note: who may still come]
+[Note: ranks that can still arrive]
 A rank can still arrive at a wait of others as long as nothing blocks its script: it computes, loads, saves,
 or does not answer because compiled code holds Python's lock. A rank whose script is blocked can arrive if
 every missing partner of that wait can. The ranks that remain when no more follow wait for one another, or for
@@ -36,9 +36,9 @@ from colossalai.monitor._calls import (
     MOST_NAMED,
     AxisOf,
     CallRecord,
+    describe_ranks,
     minority,
     ranks_by_value,
-    ranks_in_words,
 )
 from colossalai.monitor._last_calls import disagreements
 from colossalai.monitor._rank_report import RankReport
@@ -69,18 +69,18 @@ def diagnose(
         absent: State of the ranks without a report: "(host2, pid 77) has died".
         axis_of: Returns the name of the mesh axis along some ranks.
     """
-    # See [Note: who is to blame].
+    # See [Note: ranks at fault].
     waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
     signatures = {rank: items for answer in reports.values() for rank, items in answer.signatures.items()}
     findings = [
         # The calls of others can have killed a rank; the reports of living ranks are more precise.
         *(disagreements(signatures, axis_of) if absent else ()),
-        *_absent(waits, absent),
-        *_gone_another_way(reports, waits),
-        *_not_come(reports, waits),
+        *_absent_ranks(waits, absent),
+        *_mismatched_calls(reports, waits),
+        *_missing_ranks(reports, waits),
     ]
     if not findings:
-        findings = [*_waiting_in_a_ring(reports, waits), *_too_long(reports), *_all_there(waits)][:1]
+        findings = [*_wait_cycle(reports, waits), *_overdue_ranks(reports), *_stalled_calls(waits)][:1]
     lines: list[str] = []
     blamed: list[int] = []
     for ranks, line in findings:
@@ -97,16 +97,16 @@ _Waits = list[tuple[int, CallRecord]]
 _Finding = tuple[tuple[int, ...], str]
 
 
-def _absent(waits: _Waits, absent: dict[int, str]) -> Iterator[_Finding]:
+def _absent_ranks(waits: _Waits, absent: dict[int, str]) -> Iterator[_Finding]:
     for rank, how in sorted(absent.items()):
         wait = next((wait for other, wait in waits if rank in wait.partners), None)
         awaited = (
-            f"; awaited by {ranks_in_words(_waiting_in(waits, wait))} in {wait.describe()}" if wait else ""
+            f"; awaited by {describe_ranks(_waiting_ranks(waits, wait))} in {wait.describe()}" if wait else ""
         )
         yield (rank,), f"rank {rank} {how}{awaited}"
 
 
-def _gone_another_way(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
+def _mismatched_calls(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
     for _rank, wait in waits:
         entered = {
             rank: call
@@ -118,10 +118,10 @@ def _gone_another_way(reports: dict[int, RankReport], waits: _Waits) -> Iterator
         ops = {rank: call.op for rank, call in entered.items()}
         shapes = {rank: call.shapes for rank, call in entered.items()}
         if len(set(ops.values())) > 1:
-            yield _other_op(reports, wait, ops)
+            yield _different_op(reports, wait, ops)
         elif len(set(shapes.values())) > 1 and wait.op in _OF_EQUAL_SHAPES:
             groups = "; ".join(
-                f"{ranks_in_words(ranks)} with {list(each)}" for each, ranks in ranks_by_value(shapes).items()
+                f"{describe_ranks(ranks)} with {list(each)}" for each, ranks in ranks_by_value(shapes).items()
             )
             yield minority(shapes), f"{wait.describe()} was entered with different shapes: {groups}"
 
@@ -132,7 +132,7 @@ _OF_EQUAL_SHAPES = (
 )
 
 
-def _other_op(reports: dict[int, RankReport], wait: CallRecord, ops: dict[int, str]) -> _Finding:
+def _different_op(reports: dict[int, RankReport], wait: CallRecord, ops: dict[int, str]) -> _Finding:
     usual, others = max(ranks_by_value(ops).items(), key=lambda item: len(item[1]))
     odd = [rank for rank in ops if rank not in others]
     where = f"{wait.where}{f' in {wait.module}' if wait.module else ''}"
@@ -143,18 +143,18 @@ def _other_op(reports: dict[int, RankReport], wait: CallRecord, ops: dict[int, s
     is_minority = len(odd) < len(others)
     also = "" if is_minority else f"; {reports[others[0]].activity}"
     blamed = odd if is_minority else [*odd, *others]
-    return tuple(blamed), f"{entered}; {ranks_in_words(others)} entered {usual}{also}"
+    return tuple(blamed), f"{entered}; {describe_ranks(others)} entered {usual}{also}"
 
 
-def _not_come(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
+def _missing_ranks(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
     for _, wait in waits:
-        for rank in _missing_in(reports, wait):
-            if not any(_is_held_up(reports, other) for other in reports[rank].waiting):
-                verb, what = _duty(wait, next(waiter for waiter, held in waits if held is wait))
+        for rank in _late_partners(reports, wait):
+            if not any(_is_blocked_by_others(reports, other) for other in reports[rank].waiting):
+                verb, what = _missing_action(wait, next(waiter for waiter, held in waits if held is wait))
                 yield (rank,), f"{_name(reports[rank])} {verb} {what}; {reports[rank].activity}"
 
 
-def _duty(wait: CallRecord, waiter: int) -> tuple[str, str]:
+def _missing_action(wait: CallRecord, waiter: int) -> tuple[str, str]:
     """Return the missing action of a partner that a wait needs."""
     if wait.op == "recv":
         return "did not send", f"message #{wait.number} to rank {waiter} {wait.where}"
@@ -163,42 +163,42 @@ def _duty(wait: CallRecord, waiter: int) -> tuple[str, str]:
     return "did not enter", wait.describe()
 
 
-def _is_held_up(reports: dict[int, RankReport], wait: CallRecord) -> bool:
+def _is_blocked_by_others(reports: dict[int, RankReport], wait: CallRecord) -> bool:
     """Whether another rank is at fault for a wait."""
-    return bool(_missing_in(reports, wait)) or any(rank not in reports for rank in wait.partners)
+    return bool(_late_partners(reports, wait)) or any(rank not in reports for rank in wait.partners)
 
 
-def _missing_in(reports: dict[int, RankReport], wait: CallRecord) -> list[int]:
+def _late_partners(reports: dict[int, RankReport], wait: CallRecord) -> list[int]:
     """Return the answering ranks that have not reached the number of a wait."""
     return [rank for rank in wait.partners if rank in reports and not wait.is_reached(reports[rank].reached)]
 
 
-def _waiting_in_a_ring(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
-    late = [(rank, wait) for rank, wait in waits if _missing_in(reports, wait)]
+def _wait_cycle(reports: dict[int, RankReport], waits: _Waits) -> Iterator[_Finding]:
+    late = [(rank, wait) for rank, wait in waits if _late_partners(reports, wait)]
     if late:
         places = [f"rank {rank} waits in {wait.describe()}" for rank, wait in late]
         ranks = tuple(dict.fromkeys(rank for rank, _ in late))
         yield ranks, f"ranks wait for one another: {'; '.join(places[:MOST_NAMED])}"
 
 
-def _too_long(reports: dict[int, RankReport]) -> Iterator[_Finding]:
+def _overdue_ranks(reports: dict[int, RankReport]) -> Iterator[_Finding]:
     for rank, answer in sorted(reports.items()):
         if answer.overdue:
             yield (rank,), f"{_name(answer)} {answer.overdue}; {answer.activity}"
 
 
-def _all_there(waits: _Waits) -> Iterator[_Finding]:
+def _stalled_calls(waits: _Waits) -> Iterator[_Finding]:
     for _, wait in waits:
         yield (
             (),
             (
-                f"all of {ranks_in_words(wait.partners)} have entered {wait.describe()}, and it does not "
+                f"all of {describe_ranks(wait.partners)} have entered {wait.describe()}, and it does not "
                 "end: look at what lies between them (network, communication library)"
             ),
         )
 
 
-def _waiting_in(waits: _Waits, wait: CallRecord) -> list[int]:
+def _waiting_ranks(waits: _Waits, wait: CallRecord) -> list[int]:
     return [rank for rank, other in waits if other.end == wait.end]
 
 
@@ -207,7 +207,7 @@ def _name(answer: RankReport) -> str:
 
 
 @dataclass(frozen=True)
-class Left:
+class DepartedRank:
     """A rank that has left the job.
 
     Attributes:
@@ -219,7 +219,7 @@ class Left:
     reached: Mapping[str, int]
 
 
-def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Diagnosis | None:
+def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, DepartedRank]) -> Diagnosis | None:
     """Find the ranks that wait in vain, if one of them does so in a meeting with a patience.
 
     Args:
@@ -229,20 +229,20 @@ def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Dia
     if any(
         wait.after_backwards and _is_impatient(wait) for answer in reports.values() for wait in answer.held
     ):
-        # See [Note: who may still come].
+        # See [Note: ranks that can still arrive].
         reports = {
             rank: replace(answer, held=answer.held or answer.in_backward) for rank, answer in reports.items()
         }
-    stuck = {rank: reports[rank].held for rank in _stuck(reports, left)}
+    stuck = {rank: reports[rank].held for rank in _blocked_ranks(reports, left)}
     impatient = [(rank, wait) for rank, held in stuck.items() for wait in held if _is_impatient(wait)]
     if not impatient:
         return None
     first = impatient[0][1]
     awaited = {partner for _, wait in impatient for partner in wait.partners}
     gone = {rank: left[rank].how for rank in sorted(left) if rank in awaited}
-    places = ranks_by_value({rank: _place(reports[rank], first.channel) for rank in stuck})
+    places = ranks_by_value({rank: _describe_wait(reports[rank], first.channel) for rank in stuck})
     held = [
-        *(f"{ranks_in_words(r)} wait{'s' * (len(r) == 1)} in {place}" for place, r in places.items()),
+        *(f"{describe_ranks(r)} wait{'s' * (len(r) == 1)} in {place}" for place, r in places.items()),
         *(f"rank {rank} {how}" for rank, how in gone.items()),
     ]
     head = f"{first.op} #{first.number} is not the same on all ranks, and cannot end: {'. And '.join(held)}"
@@ -250,7 +250,7 @@ def deadlock(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> Dia
     return Diagnosis(lines=(head, *advice), blamed=(*stuck, *gone), seconds=first.patience)
 
 
-def _place(answer: RankReport, channel: str) -> str:
+def _describe_wait(answer: RankReport, channel: str) -> str:
     """Describe the wait of a rank, and its last call in a channel if it waits outside of it."""
     wait = answer.held[0]
     last = answer.met.get(channel, "")
@@ -258,8 +258,8 @@ def _place(answer: RankReport, channel: str) -> str:
     return f"{wait.describe()}{was}; {answer.activity}"
 
 
-def _stuck(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> list[int]:
-    # See [Note: who may still come].
+def _blocked_ranks(reports: Mapping[int, RankReport], left: Mapping[int, DepartedRank]) -> list[int]:
+    # See [Note: ranks that can still arrive].
     stuck = {rank for rank, answer in reports.items() if answer.held}
 
     def may_end(wait: CallRecord, waiter: int) -> bool:
@@ -268,7 +268,7 @@ def _stuck(reports: Mapping[int, RankReport], left: Mapping[int, Left]) -> list[
             not wait.is_reached(left[partner].reached) for partner in others if partner in left
         ):
             return False
-        return all(partner not in stuck or _has_come(reports[partner], wait) for partner in others)
+        return all(partner not in stuck or _has_reached(reports[partner], wait) for partner in others)
 
     while freed := {rank for rank in stuck if any(may_end(wait, rank) for wait in reports[rank].held)}:
         stuck -= freed
@@ -279,7 +279,7 @@ def _is_impatient(wait: CallRecord) -> bool:
     return wait.patience is not None and wait.seconds > wait.patience
 
 
-def _has_come(answer: RankReport, wait: CallRecord) -> bool:
+def _has_reached(answer: RankReport, wait: CallRecord) -> bool:
     """Whether a rank has come to a wait, and not under the same number to something else."""
     is_elsewhere = any(
         other.end == wait.end and other.where != wait.where

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d
 
-from colossalai.monitor._calls import AxisOf, CallRecord, group_in_words, shapes_and_dtypes
+from colossalai.monitor._calls import AxisOf, CallRecord, describe_group, shapes_and_dtypes
 from colossalai.monitor._sections import meetings
 
 _NUM_COLLECTIVES = 500  # torch keeps 2000 of them: to write those down takes seconds
@@ -74,7 +74,7 @@ class CallLog:
     def where(self, ranks: Sequence[int]) -> str:
         """Name the group, by the mesh axis along its ranks where there is one: "of axis dp"."""
         axis = self._logs.axis_of(tuple(ranks)) if self._logs.axis_of is not None else None
-        return group_in_words(axis, self.group)
+        return describe_group(axis, self.group)
 
     def begin(self, op: str, tensors: Sequence[torch.Tensor]) -> RecordedCall:
         """Note a collective that is issued."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
-from colossalai.monitor._calls import ranks_in_words
+from colossalai.monitor._calls import describe_ranks
 from colossalai.monitor._diagnosis import Diagnosis
 from colossalai.monitor._rank_report import RankReport
 
@@ -37,15 +37,15 @@ def write_report(
         ends: Whether the job ends now.
     """
     head = [f"colossalai watchdog: ranks have waited for more than {timeout:g} s", *diagnosis.lines, ""]
-    told = list(_ranks(reports))
-    text = "\n".join([*head, *told, "", *_stacks(reports, stacks, sorted({*reports, *stacks})), ""])
+    lines = list(_ranks(reports))
+    text = "\n".join([*head, *lines, "", *_stacks(reports, stacks, sorted({*reports, *stacks})), ""])
     path = _write(text, folder)
     blamed = [rank for rank in diagnosis.blamed if rank in reports or rank in stacks][:4]
     end = "the job ends" if ends else "the job goes on (action='report')"
     shown = [
         *head,
-        *told[:_NUM_RANKS_SHOWN],
-        *(["..."] if len(told) > _NUM_RANKS_SHOWN else []),
+        *lines[:_NUM_RANKS_SHOWN],
+        *(["..."] if len(lines) > _NUM_RANKS_SHOWN else []),
         "",
         *_stacks(reports, stacks, blamed),
         f"{end}; all stacks are in {path}"
@@ -59,7 +59,7 @@ def write_report(
 def write_notice(
     diagnosis: Diagnosis,
     reports: dict[int, RankReport],
-    told: set[tuple[str, int]],
+    noticed: set[tuple[str, int]],
     *,
     notice: float,
     timeout: float,
@@ -70,27 +70,27 @@ def write_notice(
     Args:
         diagnosis: The ranks at fault.
         reports: Reports of the ranks.
-        told: Waits that are known already; those of now are added.
+        noticed: Waits of earlier notices; those of now are added.
         notice: Seconds after which a notice is requested.
         timeout: Seconds until the report.
         ends: Whether the job ends then.
     """
     waits = [(rank, wait) for rank, answer in sorted(reports.items()) for wait in answer.waiting]
-    new = [(rank, wait) for rank, wait in waits if wait.end not in told]
-    told.update(wait.end for _, wait in new)
+    new = [(rank, wait) for rank, wait in waits if wait.end not in noticed]
+    noticed.update(wait.end for _, wait in new)
     if new:
         _, longest = max(new, key=lambda item: (item[1].patience is not None, item[1].seconds))
         ranks = [rank for rank, wait in new if wait.end == longest.end]
         verb, seconds = "wait" if len(ranks) > 1 else "waits", longest.seconds
         where = f"{longest.describe()} ({reports[ranks[0]].activity})"
-        who = f"{ranks_in_words(ranks)} {verb} for {seconds:.0f} s in {where}: "
+        ranks_text = f"{describe_ranks(ranks)} {verb} for {seconds:.0f} s in {where}: "
     elif not waits and any(answer.overdue for answer in reports.values()):
-        who, seconds = "", notice  # something outside of the job is waited for
+        ranks_text, seconds = "", notice  # something outside of the job is waited for
     else:
         return
-    more = f"; so with {ranks_in_words(diagnosis.blamed[1:])}" if len(diagnosis.lines) > 1 else ""
+    more = f"; so with {describe_ranks(diagnosis.blamed[1:])}" if len(diagnosis.lines) > 1 else ""
     then = f"{'the job is ended' if ends else 'a report follows'} in {max(0.0, timeout - seconds):.0f} s"
-    line = f"colossalai watchdog: {who}{diagnosis.lines[0]}{more}; if nothing moves, {then}\n"
+    line = f"colossalai watchdog: {ranks_text}{diagnosis.lines[0]}{more}; if nothing moves, {then}\n"
     os.write(2, line.encode())
 
 

@@ -2,15 +2,15 @@
 
 Both records wrap the methods of torch's `ProcessGroup` and `Work` during their lifetime.
 
-[Note: a signature outlives its rank]
+[Note: signatures of dead ranks]
 Ranks that pass different shapes to one collective do not hang with gloo: it aborts an innocent rank, which
 receives more data than it expects, and the others fail with a lost connection. The calls of the dead rank are
 available only if they were recorded outside of it before. So each rank records every call in a memory file,
 which the ranks of the same machine hold open.
 
 A record is sixteen bytes: the number of the call and the offset of its text. The text is written once for
-each combination of operation, shapes and types; the debug mode compares the same, and more ([Note: where
-ranks compare] in `_collective_check.py`). Collectives that compiled code issues (the reducer of
+each combination of operation, shapes and types; the debug mode compares the same, and more ([Note: comparison
+over the store] in `_collective_check.py`). Collectives that compiled code issues (the reducer of
 `DistributedDataParallel`) are not recorded on any rank.
 """
 
@@ -38,18 +38,18 @@ from colossalai.monitor._calls import (
     AxisOf,
     CallRecord,
     Properties,
+    describe_group,
     difference,
     dtype_name,
-    group_in_words,
     minority,
     shapes_and_dtypes,
 )
 from colossalai.monitor._collective_check import METHODS, Method
 from colossalai.monitor._flight_recorder import STAMPED_TAGS, replaced
 
-_NOTE = struct.Struct("<QII")  # number of the call in its group, text of the group, text of the signature
-_NUM_NOTES = 16
-_TEXTS = _NOTE.size * _NUM_NOTES  # offset of the texts, a line each
+_ENTRY = struct.Struct("<QII")  # number of the call in its group, text of the group, text of the signature
+_NUM_ENTRIES = 16
+_TEXTS = _ENTRY.size * _NUM_ENTRIES  # offset of the texts, a line each
 _SIZE = 1 << 16  # when it is full, it begins anew
 _LONGEST_TEXT = 1 << 13
 _NUM_MESSAGES = 64
@@ -64,7 +64,7 @@ class SignatureRecord:
         self._texts: dict[Any, int] = {}
         self._end = _TEXTS
         self._numbers: dict[str, int] = {}
-        self._notes = itertools.cycle(range(0, _TEXTS, _NOTE.size))  # offset of the next one
+        self._offsets = itertools.cycle(range(0, _TEXTS, _ENTRY.size))  # offset of the next one
         if hasattr(os, "memfd_create"):
             self.descriptor = os.memfd_create("colossalai-signatures")
             os.ftruncate(self.descriptor, _SIZE)
@@ -73,7 +73,7 @@ class SignatureRecord:
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block, note every collective that Python code issues; once."""
-        makers = {name: partial(self._noting, method) for name, method in METHODS.items()}
+        makers = {name: partial(self._recorded, method) for name, method in METHODS.items()}
         with replaced(dist.ProcessGroup, makers):
             yield
 
@@ -87,18 +87,18 @@ class SignatureRecord:
         """Return the last calls of this rank."""
         return _signatures(self._memory[:])
 
-    def _noting(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, method: Method, original: Callable[..., Any]) -> Callable[..., Any]:
         # Every collective passes here: no look-up that can be done before.
         op, argument, has_shapes = method.op, method.argument, method.same_shapes
         numbers, texts, notes, memory, pack = (
             self._numbers,
             self._texts,
-            self._notes,
+            self._offsets,
             self._memory,
-            _NOTE.pack_into,
+            _ENTRY.pack_into,
         )
 
-        def note_and_issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        def record_and_issue(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> Any:
             name = group.group_name
             number = numbers[name] = numbers.get(name, 0) + 1
             signature: tuple[Any, ...] = (op,)
@@ -117,7 +117,7 @@ class SignatureRecord:
                 numbers[name] = number - 1  # it was not issued, and the next one has its number
                 raise
 
-        return note_and_issue
+        return record_and_issue
 
     def _write_texts(
         self, group: dist.ProcessGroup, name: str, signature: tuple[Any, ...]
@@ -162,7 +162,7 @@ class _Route:
 
 
 @dataclass(frozen=True)
-class _NotedMessage:
+class _RecordedMessage:
     route: _Route
     number: int
     tensors: list[tuple[torch.Size, torch.dtype]]
@@ -179,13 +179,13 @@ class MessageRecord:
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
         self._awaited: dict[int, tuple[int, float]] = {}  # operation: thread, since when
-        self._last: deque[_NotedMessage] = deque(maxlen=_NUM_MESSAGES)
+        self._last: deque[_RecordedMessage] = deque(maxlen=_NUM_MESSAGES)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Within the block, note every send and receive, and every wait."""
-        makers = {op: partial(self._noting, op) for op in ("send", "recv")}
-        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._noting_wait}):
+        makers = {op: partial(self._recorded, op) for op in ("send", "recv")}
+        with replaced(dist.ProcessGroup, makers), replaced(dist.Work, {"wait": self._recorded_wait}):
             yield
 
     def waiting_threads(self) -> set[int]:
@@ -196,17 +196,21 @@ class MessageRecord:
         """Return those that a thread waits for, oldest first."""
         now = time.monotonic()
         found = []
-        for noted in list(self._last):
-            thread, start = self._awaited.get(id(noted.work()), (0, now))
+        for recorded in list(self._last):
+            thread, start = self._awaited.get(id(recorded.work()), (0, now))
             if thread:
-                tensors = shapes_and_dtypes(noted.tensors)
+                tensors = shapes_and_dtypes(recorded.tensors)
                 message = replace(
-                    noted.route.message, number=noted.number, **tensors, seconds=now - start, thread=thread
+                    recorded.route.message,
+                    number=recorded.number,
+                    **tensors,
+                    seconds=now - start,
+                    thread=thread,
                 )
                 found.append(message)
         return found
 
-    def _noting_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
+    def _recorded_wait(self, original: Callable[..., bool]) -> Callable[..., bool]:
         def wait(work: dist.Work, *args: Any, **kwargs: Any) -> bool:
             key = id(work)
             self._awaited[key] = (threading.get_ident(), time.monotonic())
@@ -217,7 +221,7 @@ class MessageRecord:
 
         return wait
 
-    def _noting(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _recorded(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         counts, last = self.counts, self._last
         routes: dict[tuple[str, int], _Route] = {}
 
@@ -230,7 +234,7 @@ class MessageRecord:
                     route = routes[name, peer] = _route(op, group, peer)
                 counts[route.counted] += 1
                 shapes = list(map(_shape_and_dtype, tensors))
-                last.append(_NotedMessage(route, counts[route.counted], shapes, weakref.ref(work)))
+                last.append(_RecordedMessage(route, counts[route.counted], shapes, weakref.ref(work)))
             return work
 
         return note
@@ -251,7 +255,7 @@ class NeighborSignatures:
 
     def open(self, rank: int, *, pid: int, descriptor: int) -> None:
         """Hold the file of a rank, if this process may."""
-        # See [Note: a signature outlives its rank].
+        # See [Note: signatures of dead ranks].
         if descriptor >= 0 and rank not in self._files:
             with suppress(OSError):
                 self._files[rank] = os.open(f"/proc/{pid}/fd/{descriptor}", os.O_RDONLY)
@@ -285,7 +289,7 @@ def disagreements(
             numbers = calls.setdefault((item.channel, item.partners), {})
             numbers.setdefault(item.number, {})[rank] = item.properties()
     for (group, ranks), numbers in calls.items():
-        where = group_in_words(axis_of(ranks), group)
+        where = describe_group(axis_of(ranks), group)
         for number, properties in sorted(numbers.items()):
             if line := difference(f"#{number} {where}", properties).partition("\n")[0]:
                 yield minority({rank: json.dumps(each) for rank, each in properties.items()}), line
@@ -307,8 +311,8 @@ def _fields(
 def _signatures(data: bytes) -> list[CallRecord]:
     """Read a file; a note that its rank was writing when it died is left out."""
     found = []
-    for index in range(min(_NUM_NOTES, len(data) // _NOTE.size)):
-        number, *places = _NOTE.unpack_from(data, index * _NOTE.size)
+    for index in range(min(_NUM_ENTRIES, len(data) // _ENTRY.size)):
+        number, *places = _ENTRY.unpack_from(data, index * _ENTRY.size)
         if not number or not all(places):
             continue
         with suppress(ValueError, KeyError, TypeError):

@@ -1,6 +1,6 @@
 """Debug mode for sends and receives: both ends compare shapes and dtypes of a message.
 
-[Note: who waits for whom]
+[Note: pairs of sends and receives]
 A send can be issued long before its receive, and the other way around, so no rank can wait for the partner
 before it issues: two ranks that both send first and receive then would wait for each other. Instead, each
 side writes the properties of its half to the store, and then reads whether the other half is there. The
@@ -28,8 +28,8 @@ from colossalai.monitor._calls import (
     AxisOf,
     DisagreementError,
     Properties,
+    describe_group,
     difference,
-    group_in_words,
     op_and_place,
     op_and_shapes,
     properties_of,
@@ -99,7 +99,7 @@ class MessageCheck:
 
     def _checked(self, op: str, original: Callable[..., Any]) -> Callable[..., Any]:
         def check_and_issue(group: dist.ProcessGroup, tensors: _Tensors, peer: int, tag: int) -> Any:
-            half = self._tell(properties_of(op, tensors), group, peer, tag)
+            half = self._publish(properties_of(op, tensors), group, peer, tag)
             is_first = not self._store.check(half.other_key)
             if not is_first:
                 self._compare(half)
@@ -115,7 +115,7 @@ class MessageCheck:
             properties = properties_of("recv", tensors)
             work = original(group, tensors, tag)
             if work is not None:
-                self._of_any_source[work] = lambda peer: self._tell(properties, group, peer, tag)
+                self._of_any_source[work] = lambda peer: self._publish(properties, group, peer, tag)
             return work
 
         return issue
@@ -126,14 +126,14 @@ class MessageCheck:
             if half is not None:
                 self._wait_for_partner(half)
             done = original(work, *args, **kwargs)
-            tell = self._of_any_source.pop(work, None)
-            if tell is not None:
-                self._wait_for_partner(tell(work._source_rank()))
+            publish = self._of_any_source.pop(work, None)
+            if publish is not None:
+                self._wait_for_partner(publish(work._source_rank()))
             return done
 
         return wait
 
-    def _tell(self, properties: Properties, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
+    def _publish(self, properties: Properties, group: dist.ProcessGroup, peer: int, tag: int) -> _Half:
         """Write the properties of this rank's half to the store."""
         op, name = properties["op"], group.group_name
         own, partner = self._rank, dist.get_global_rank(group, peer)
@@ -141,7 +141,7 @@ class MessageCheck:
         channel = f"{name}/{source}>{target}/{tag}"
         self._numbers[f"{channel}/{op}"] += 1
         number = self._numbers[f"{channel}/{op}"]
-        of_group = group_in_words(self._axis_of(tuple(sorted(dist.get_process_group_ranks(group)))), name)
+        of_group = describe_group(self._axis_of(tuple(sorted(dist.get_process_group_ranks(group)))), name)
         with_tag = f" with tag {tag}" if tag else ""
         way = f"to rank {target}" if op == "send" else f"from rank {source}"
         properties["where"] = f"#{number}{with_tag} {way} {of_group}"

@@ -70,14 +70,14 @@ def watchdog_options(
             unknown.
     """
     options = dict(written) if isinstance(written, Mapping) else {}
-    asked = environment_timeout()
-    if asked is None:
-        asked = options.get("timeout")
-    if asked == 0 or (written is False and asked is None):
+    timeout = environment_timeout()
+    if timeout is None:
+        timeout = options.get("timeout")
+    if timeout == 0 or (written is False and timeout is None):
         return None
     options.pop("timeout", None)
-    if asked is not None:
-        return WatchdogOptions(timeout=float(asked), **options)
+    if timeout is not None:
+        return WatchdogOptions(timeout=float(timeout), **options)
     if world_size == 1:
         return None
     return WatchdogOptions(timeout=_SHARE * group_timeout, watches_steps=False, **options)

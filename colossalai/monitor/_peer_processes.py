@@ -63,9 +63,9 @@ class PeerProcess:
 
     def has_died(self) -> bool:
         """Return whether it has ended. Only for a process of the same place."""
-        return self.trouble() == DIED
+        return self.problem() == DIED
 
-    def trouble(self) -> str | None:
+    def problem(self) -> str | None:
         """Describe its visible problem; None without one.
 
         Only for a process of the same place.
@@ -97,7 +97,7 @@ class RankProcess(PeerProcess):
     stack_file: int
     signature_file: int
 
-    def stacks_from_outside(self) -> str:
+    def dump_stacks(self) -> str:
         """Have it write its stacks, without its help; empty where it cannot be done."""
         if self.stack_file < 0:
             return ""

@@ -7,7 +7,7 @@ of the waiting thread or of the thread that waits for it, to the hanging node. T
 parameters of that node, or the nearest ones of the consumers of its result in the forward. An autograd
 function can also record it itself, with `current_module`.
 
-[Note: waits that block a script]
+[Note: blocking waits]
 A collective that is not complete need not block: it can run in parallel to the script. A script is blocked if
 its thread is inside of the wait for a work, of a call through shared memory, or of a meeting. A meeting or a
 message can be identified; otherwise it is one of the incomplete collectives. The thread counts only if it is
@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from colossalai.monitor._calls import AxisOf, CallRecord, group_in_words
+from colossalai.monitor._calls import AxisOf, CallRecord, describe_group
 from colossalai.monitor._flight_recorder import awaited_meetings, collectives, group_members
 from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import (
@@ -142,7 +142,7 @@ def report_of_this_rank(
         gone: Ranks of this machine whose processes have ended or are stopped, and how.
         signatures: By rank, the last collectives of this one and of those that are gone.
     """
-    frames = _frames()  # first; see [Note: waits that block a script]
+    frames = _frames()  # first; see [Note: blocking waits]
     issued = collectives(since=since)
     pending = [item for item in issued if item.is_pending]
     messages, awaited = record.messages(), awaited_meetings()
@@ -151,7 +151,7 @@ def report_of_this_rank(
     def describe(items: list[CallRecord]) -> tuple[CallRecord, ...]:
         return tuple(_located(item, frames.get(item.thread), axis_of, members) for item in items)
 
-    held = describe(_held(frames, record, awaited=awaited, messages=messages, pending=pending))
+    held = describe(_blocking_calls(frames, record, awaited=awaited, messages=messages, pending=pending))
     in_backward = describe(_pending_in_backward(frames, pending))
     waiting = describe([*awaited, *pending, *messages])
     met = meetings_reached()
@@ -185,7 +185,7 @@ def _frames() -> dict[int, FrameType]:
     return {thread: frame for thread, frame in sys._current_frames().items() if thread not in ours}
 
 
-def _held(
+def _blocking_calls(
     frames: dict[int, FrameType],
     record: MessageRecord,
     *,
@@ -195,7 +195,7 @@ def _held(
 ) -> list[CallRecord]:
     """Return the calls that block the script; nothing if it runs.
 
-    See [Note: waits that block a script].
+    See [Note: blocking waits].
 
     Args:
         frames: Frames of the threads before the other values were read.
@@ -245,7 +245,7 @@ def _located(
     return dataclasses.replace(
         item,
         op=(_op_on(frame) or item.op) if inside and item.op not in ("send", "recv") else item.op,
-        where=item.where or group_in_words(axis, item.group),
+        where=item.where or describe_group(axis, item.group),
         module=_current_module(frame) if inside else None,
     )
 

@@ -29,7 +29,7 @@ _NUM_FRAMES = 12  # between an autograd function and the module that uses it
 
 
 @dataclass(frozen=True)
-class _Known:
+class _Registry:
     """Sections and meetings of the threads of this process; the registry of the package.
 
     Attributes:
@@ -47,7 +47,7 @@ class _Known:
     models: weakref.WeakSet[nn.Module] = field(default_factory=weakref.WeakSet)
 
 
-_known = _Known()
+_registry = _Registry()
 
 
 class section:
@@ -65,14 +65,14 @@ class section:
 
     def __enter__(self) -> None:
         entry = (self._name, time.monotonic(), self._is_wait)
-        _known.sections.setdefault(threading.get_ident(), []).append(entry)
+        _registry.sections.setdefault(threading.get_ident(), []).append(entry)
 
     def __exit__(self, *error: object) -> None:
         thread = threading.get_ident()
-        sections = _known.sections[thread]
+        sections = _registry.sections[thread]
         sections.pop()
         if not sections:  # threads come and go
-            del _known.sections[thread]
+            del _registry.sections[thread]
 
 
 class meeting(section):
@@ -112,18 +112,18 @@ class meeting(section):
         """Name it: "gather #3 of chunk 1"."""
         return f"{self.op} #{self.number} of {self.name}"
 
-    def come(self) -> None:
+    def mark_reached(self) -> None:
         """Note that this rank has come: the others do not wait for it any more, even if it goes on."""
-        _known.reached[self.channel] = self
+        _registry.reached[self.channel] = self
 
     def __enter__(self) -> None:
         super().__enter__()
         self.start = time.monotonic()
-        self.come()
-        _known.meetings[threading.get_ident()] = self
+        self.mark_reached()
+        _registry.meetings[threading.get_ident()] = self
 
     def __exit__(self, *error: object) -> None:
-        del _known.meetings[threading.get_ident()]
+        del _registry.meetings[threading.get_ident()]
         super().__exit__(*error)
 
 
@@ -131,45 +131,45 @@ class meeting(section):
 def expected_wait() -> Iterator[None]:
     """Mark a long wait for other ranks as intended: it causes no notice, and is reported when overdue."""
     thread = threading.get_ident()
-    _known.expected[thread] = _known.expected.get(thread, 0) + 1
+    _registry.expected[thread] = _registry.expected.get(thread, 0) + 1
     try:
         yield
     finally:
-        _known.expected[thread] -= 1
-        if not _known.expected[thread]:
-            del _known.expected[thread]
+        _registry.expected[thread] -= 1
+        if not _registry.expected[thread]:
+            del _registry.expected[thread]
 
 
 def is_wait_expected() -> bool:
     """Return whether a thread of this rank is in an `expected_wait`."""
-    return bool(_known.expected)
+    return bool(_registry.expected)
 
 
 def still_moving() -> None:
     """Restart the time of this thread's section, if it counts as a wait."""
-    sections = _known.sections.get(threading.get_ident())
+    sections = _registry.sections.get(threading.get_ident())
     if sections and sections[-1][2]:
         sections[-1] = (sections[-1][0], time.monotonic(), True)
 
 
 def current_meeting() -> meeting | None:
     """Return the meeting that the calling thread waits in."""
-    return _known.meetings.get(threading.get_ident())
+    return _registry.meetings.get(threading.get_ident())
 
 
 def meetings() -> dict[int, meeting]:
     """Return the meetings that this rank waits in, by thread."""
-    return dict(_known.meetings)
+    return dict(_registry.meetings)
 
 
-def forget_meetings() -> None:
+def clear_meetings() -> None:
     """Forget how far this rank has come, in a job before this one: channels begin anew."""
-    _known.reached.clear()
+    _registry.reached.clear()
 
 
 def meetings_reached() -> dict[str, meeting]:
     """Return the last meetings that this rank has come to, by channel."""
-    return dict(_known.reached)
+    return dict(_registry.reached)
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class OpenSection:
 def innermost_sections() -> list[OpenSection]:
     """Return the innermost section of every thread that is in one."""
     found: list[OpenSection] = []
-    for thread, sections in list(_known.sections.items()):
+    for thread, sections in list(_registry.sections.items()):
         found.extend(OpenSection(name, thread, start, is_wait) for name, start, is_wait in sections[-1:])
     return found
 
@@ -213,7 +213,7 @@ def current_module() -> weakref.ref[nn.Module] | None:
 
 def name_modules(model: nn.Module) -> None:
     """Have the modules of a model called by their names in it."""
-    _known.models.add(model)
+    _registry.models.add(model)
 
 
 def name_of(module: nn.Module, outermost: nn.Module) -> str:
@@ -223,7 +223,7 @@ def name_of(module: nn.Module, outermost: nn.Module) -> str:
         module: The module.
         outermost: The model, if none is known that holds it.
     """
-    for model in [*_known.models, outermost]:
+    for model in [*_registry.models, outermost]:
         for name, part in model.named_modules():
             if part is module:
                 return name or type(model).__name__
@@ -232,7 +232,7 @@ def name_of(module: nn.Module, outermost: nn.Module) -> str:
 
 def owner_of(param: torch.Tensor) -> str | None:
     """Return the name of the module that holds a parameter, None if no model that is known has it."""
-    for model in list(_known.models):
+    for model in list(_registry.models):
         for name, held in model.named_parameters(remove_duplicate=False):
             if held is param:
                 return name.rpartition(".")[0] or type(model).__name__

@@ -1,6 +1,6 @@
 """Store with deadlines: calls with a time limit, since torch's wait for ever for a stopped server.
 
-[Note: who serves the store]
+[Note: server of the store]
 A launcher based on torch's agent (`colossalai run`, torchrun) serves it itself, and the ranks are its
 clients: a stopped or dead rank 0 does not affect the store. In all other launches rank 0 serves it, in a
 compiled thread: it answers while Python's lock is held there, but not while the process is stopped. Few of
@@ -46,7 +46,7 @@ class DeadlineStore:
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._last: Future[Any] | None = None
         self._thread = threading.Thread(
-            target=_answer_all, args=(self._requests,), daemon=True, name="colossalai-store"
+            target=_serve_requests, args=(self._requests,), daemon=True, name="colossalai-store"
         )
         self._thread.start()
 
@@ -57,23 +57,23 @@ class DeadlineStore:
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
-        self._ask(lambda: self._store.set(key, value))
+        self._request(lambda: self._store.set(key, value))
 
     def add(self, key: str, value: int) -> int:
         """Add to a number, and return the sum."""
-        return self._ask(lambda: self._store.add(key, value))
+        return self._request(lambda: self._store.add(key, value))
 
     def check(self, *keys: str) -> bool:
         """Return whether all keys are there."""
-        return self._ask(lambda: self._store.check(list(keys)))
+        return self._request(lambda: self._store.check(list(keys)))
 
     def text(self, key: str) -> str:
         """Return the value of a key, empty without one; does not wait for it."""
-        return self._ask(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
+        return self._request(lambda: self._store.get(key).decode() if self._store.check([key]) else "")
 
     def texts(self, keys: list[str]) -> list[str]:
         """Return the values of existing keys."""
-        return [value.decode() for value in self._ask(lambda: self._store.multi_get(keys))]
+        return [value.decode() for value in self._request(lambda: self._store.multi_get(keys))]
 
     def wait(self, keys: list[str], seconds: float) -> None:
         """Wait until some keys are there.
@@ -81,11 +81,11 @@ class DeadlineStore:
         Raises:
             DistError: A key is missing after `seconds`.
         """
-        self._ask(lambda: self._store.wait(keys, timedelta(seconds=seconds)), extra=seconds)
+        self._request(lambda: self._store.wait(keys, timedelta(seconds=seconds)), extra=seconds)
 
     def delete(self, *keys: str) -> None:
         """Delete keys that may be there."""
-        self._ask(lambda: [self._store.delete_key(key) for key in keys])
+        self._request(lambda: [self._store.delete_key(key) for key in keys])
 
     def close(self) -> None:
         """End the thread, unless it waits for the server: then it ends with the process."""
@@ -94,7 +94,7 @@ class DeadlineStore:
             self._thread.join(_JOIN_S)
         del self._store
 
-    def _ask(self, call: Callable[[], T], *, extra: float = 0.0) -> T:
+    def _request(self, call: Callable[[], T], *, extra: float = 0.0) -> T:
         """Make a call, and wait for it.
 
         Raises:
@@ -126,7 +126,7 @@ def _launcher_of(store: dist.Store) -> str:
     return ""
 
 
-def _answer_all(requests: "queue.SimpleQueue[_Request | None]") -> None:
+def _serve_requests(requests: "queue.SimpleQueue[_Request | None]") -> None:
     while (request := requests.get()) is not None:
         call, answer = request
         try:

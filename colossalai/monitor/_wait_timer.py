@@ -1,6 +1,6 @@
 """Wait timer: seconds without progress of this rank's collectives, messages and sections.
 
-[Note: time that does not count]
+[Note: excluded time]
 A process can be stopped, its machine suspended or overloaded. Between two looks at most twice their planned
 distance counts: a rank that was not running has not been waiting.
 """
@@ -30,23 +30,23 @@ class WaitTimer:
     def __init__(self, record: MessageRecord, *, watches_sections: bool) -> None:
         self._record = record
         self._watches_sections = watches_sections
-        self._last_look = time.monotonic()
-        self._before = progress()  # collectives of an earlier job in this process
+        self._last_update = time.monotonic()
+        self._at_start = progress()  # collectives of an earlier job in this process
         self._waits: dict[str, _Wait] = {}
         self._forgiven: dict[str, object] = {}
         self._noticed: dict[str, object] = {}
         self._steps: set[str] = set()  # names of sections without a wait for other ranks
-        self._asked = self._last_look  # when the ranks were last asked where they are
+        self._last_notice = self._last_update  # when reports of all ranks were last requested
 
-    def look(self, look_s: float) -> None:
+    def look(self, poll_s: float) -> None:
         """Update the times from the present calls and sections.
 
         Args:
-            look_s: Planned seconds between two looks.
+            poll_s: Planned seconds between two looks.
         """
         now = time.monotonic()
-        elapsed = min(now - self._last_look, 2 * look_s)  # see [Note: time that does not count]
-        self._last_look = now
+        elapsed = min(now - self._last_update, 2 * poll_s)  # see [Note: excluded time]
+        self._last_update = now
         waits = {}
         for name, mark in self._marks().items():
             wait = self._waits.get(name)
@@ -77,7 +77,7 @@ class WaitTimer:
         now = time.monotonic()
         return any(
             item.patience is not None
-            and now - max(item.start, self._asked) > item.patience
+            and now - max(item.start, self._last_notice) > item.patience
             and self._forgiven.get(_name(item)) != (thread, item.number)
             for thread, item in meetings().items()
         )
@@ -86,10 +86,10 @@ class WaitTimer:
         """Exclude the present waits from further alarms."""
         self._forgiven = self._pending()
 
-    def take_notice(self) -> None:
+    def mark_noticed(self) -> None:
         """Exclude the present waits from further notices."""
         self._noticed = self._pending()
-        self._asked = time.monotonic()
+        self._last_notice = time.monotonic()
 
     def _pending(self) -> dict[str, object]:
         return {name: wait.mark for name, wait in self._waits.items()}
@@ -105,7 +105,7 @@ class WaitTimer:
         """Return the waits of this rank, with a value that changes with their progress."""
         marks: dict[str, object] = {}
         for group, (issued, completed) in progress().items():
-            if issued > completed and self._before.get(group) != (issued, completed):
+            if issued > completed and self._at_start.get(group) != (issued, completed):
                 marks[f"a collective (of group {group})"] = completed
         for message in self._record.messages():
             marks.setdefault(f"a {message.op} ({message.channel})", message.number)

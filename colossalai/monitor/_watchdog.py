@@ -4,23 +4,23 @@ It checks the issued and the complete calls of this rank about ten times per tim
 timeout, it raises the alarm in the store. Every rank's thread finds it, and stores a report of its rank; rank
 0 combines them into one report. Nothing here uses the process groups.
 
-[Note: what may fail while a job hangs]
+[Note: failures during a hang]
 The watchdog has its own connection to the store, so a thread that waits in the store does not block it, and
 its calls have a time limit. A rank whose thread cannot run (its process has died, is stopped, or computes in
 compiled code without releasing Python's lock) does not answer: its neighbors on the machine read the state of
 its process. If rank 0 is one of these, the lowest rank that answers makes the diagnosis. If the store does
-not answer, since rank 0 can be its server ([Note: who serves the store] in `_store.py`), each rank reports
+not answer, since rank 0 can be its server ([Note: server of the store] in `_store.py`), each rank reports
 itself alone; it has read the locations of the others before.
 
-[Note: who waits for whom, and by when]
+[Note: deadlines of an alarm]
 A rank that has waited for `timeout` sets the alarm. Each rank sees it at its next look, at most `poll_s`
 later, and stores its report. Rank 0 then collects the reports for at most `grace_s` (two looks and 1.5 s),
 less if all missing ranks are known to be gone, and writes the diagnosis. The others wait for rank 0's report
 for `grace_s`, and for the diagnosis for `_DIAGNOSIS_S` more; if one of these is missing, the lowest reporting
 rank takes rank 0's part. All store calls end after 3 to 10 s, so every rank completes this in any case. At
 the end each rank shows its error and records that in the store; the ranks at fault first, the others
-`_LATER_S` after them. No rank ends before all have shown their errors, for which it waits at most `_WORDS_S`,
-since the first process that ends closes the connections of the others.
+`_LATER_S` after them. No rank ends before all have shown their errors, for which it waits at most
+`_ERRORS_S`, since the first process that ends closes the connections of the others.
 """
 
 import json
@@ -36,7 +36,7 @@ from typing import Any
 import torch.distributed as dist
 
 from colossalai.monitor._calls import AxisOf, CallRecord
-from colossalai.monitor._diagnosis import Diagnosis, Left, deadlock, diagnose
+from colossalai.monitor._diagnosis import DepartedRank, Diagnosis, deadlock, diagnose
 from colossalai.monitor._flight_recorder import prepare_recorder
 from colossalai.monitor._hang_report import flush_output, write_notice, write_report
 from colossalai.monitor._last_calls import (
@@ -54,7 +54,7 @@ from colossalai.monitor._peer_processes import (
     unregister_this_process,
 )
 from colossalai.monitor._rank_report import RankReport, report_of_this_rank
-from colossalai.monitor._sections import forget_meetings, meetings_reached
+from colossalai.monitor._sections import clear_meetings, meetings_reached
 from colossalai.monitor._store import DeadlineStore
 from colossalai.monitor._wait_timer import WaitTimer
 
@@ -66,11 +66,11 @@ _NO_DIAGNOSIS = {
 
 _LEAST_STORE_S, _MOST_STORE_S = 3.0, 10.0  # limits for an answer of the store
 _STACKS_S = 0.8  # for neighbors to get the stacks of a rank that does not answer
-_LOOK_S = 0.05  # between two looks while reports come in
-_FIRST_LOOK_S = 0.02  # the next ones come ever later
-_TROUBLE_S = 0.5  # for a process that closes its connections to be gone
+_POLL_S = 0.05  # between two looks while reports come in
+_FIRST_POLL_S = 0.02  # the next ones come ever later
+_END_S = 0.5  # for a process that closes its connections to be gone
 _DIAGNOSIS_S = 3.0  # beyond the grace, for the diagnosis of another rank
-_WORDS_S = 3.0  # for a rank to say why it ends
+_ERRORS_S = 3.0  # for a rank to say why it ends
 _LATER_S = 0.5  # between what is to blame and the others: clocks of several machines agree no better
 
 
@@ -89,7 +89,7 @@ class Watchdog:
         axis_of: Returns the name of the mesh axis along some ranks.
 
     Attributes:
-        has_spoken: Whether it has shown why this process ends.
+        has_shown_error: Whether it has shown why this process ends.
     """
 
     def __init__(
@@ -101,12 +101,12 @@ class Watchdog:
         self._axis_of = axis_of
         self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
         self._store = DeadlineStore("watchdog", store, timeout=self._store_s)
-        self._known: dict[int, RankProcess] = {}  # all processes, once all are in the store
+        self._all_processes: dict[int, RankProcess] = {}  # all processes, once all are in the store
         self._signatures = SignatureRecord()
         self._neighbor_signatures = NeighborSignatures()
         self._record = MessageRecord()
         self._since = time.time()
-        self.has_spoken = False
+        self.has_shown_error = False
         self._alarms = 0  # that are over
         self._notices = 0  # the same
         self._noticed: set[tuple[str, int]] = set()  # waits in a notice that this rank has written
@@ -114,7 +114,7 @@ class Watchdog:
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
         prepare_recorder()
-        forget_meetings()
+        clear_meetings()
         self._timer = WaitTimer(self._record, watches_sections=options.watches_steps)
         self._process = register_this_process(self._signatures.descriptor)
 
@@ -147,18 +147,18 @@ class Watchdog:
         finally:
             self._store.close()
 
-    def troubles_soon(self) -> list[str]:
+    def find_ended_ranks(self) -> list[str]:
         """Name the ranks that have ended or are stopped, as far as this rank can see within a second."""
-        patience = time.monotonic() + _TROUBLE_S
+        patience = time.monotonic() + _END_S
         try:
-            while not (lines := self._troubles()) and time.monotonic() < patience:
-                time.sleep(_LOOK_S)
+            while not (lines := self._ended_rank_lines()) and time.monotonic() < patience:
+                time.sleep(_POLL_S)
         except dist.DistError as error:
-            absent, lines = self._without_store(error)
+            absent, lines = self._states_without_store(error)
             lines += [f"rank {rank} {how}" for rank, how in absent.items()]
         return lines
 
-    def disagreement_soon(self) -> str:
+    def find_disagreement(self) -> str:
         """Return the first collective in which ranks differ, as far as this rank can see within a second.
 
         The signatures of the ranks of this machine are read from their files, which outlive them; those of
@@ -169,7 +169,7 @@ class Watchdog:
             own = {rank: list(map(asdict, calls)) for rank, calls in found.items()}
             self._store.set(f"signatures/{self._rank}", json.dumps(own))
             others = [rank for rank in range(self._world_size) if rank not in found]
-            patience = time.monotonic() + _TROUBLE_S
+            patience = time.monotonic() + _END_S
             while others and time.monotonic() < patience:
                 for text in filter(None, [self._store.text(f"signatures/{rank}") for rank in others]):
                     noted = {
@@ -178,12 +178,12 @@ class Watchdog:
                     }
                     found = {**noted, **found}
                 others = [rank for rank in others if rank not in found]
-                time.sleep(_LOOK_S if others else 0.0)
+                time.sleep(_POLL_S if others else 0.0)
         return next((line for _, line in disagreements(found, self._axis_of)), "")
 
-    def _troubles(self) -> list[str]:
+    def _ended_rank_lines(self) -> list[str]:
         processes = self._processes()
-        gone = self._gone(processes)
+        gone = self._ended_neighbors(processes)
         found = {
             rank: self._store.text(f"left/{rank}") or gone.get(rank, "")
             for rank in processes
@@ -192,15 +192,15 @@ class Watchdog:
         return [f"rank {rank} {processes[rank].name} {how}" for rank, how in found.items() if how]
 
     def _run(self) -> None:
-        pause = _FIRST_LOOK_S
+        pause = _FIRST_POLL_S
         while not self._stop.wait(pause):
             pause = min(self._options.poll_s, 2 * pause)  # short at first, for the locations of the others
             try:
-                self._look()
+                self._poll()
             except dist.DistError as error:
-                self._go_on_without_store(error)
+                self._diagnose_without_store(error)
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._timer.look(self._options.poll_s)
         overdue = self._timer.overdue(self._options.timeout)
         self._store.set(f"alive/{self._rank}", str(time.time()))
@@ -210,9 +210,9 @@ class Watchdog:
             self._options.notice < self._options.timeout and self._timer.slow(self._options.notice)
         ):
             self._store.set(f"notice/{self._notices}", str(self._rank))
-        if not self._known and self._store.check(*self._process_keys()):
-            self._known = self._processes()
-            for rank, process in self._neighbors(self._known).items():
+        if not self._all_processes and self._store.check(*self._process_keys()):
+            self._all_processes = self._processes()
+            for rank, process in self._neighbors(self._all_processes).items():
                 self._neighbor_signatures.open(rank, pid=process.pid, descriptor=process.signature_file)
         if self._store.check(f"alarm/{self._alarms}"):
             self._answer_alarm(overdue)
@@ -227,21 +227,21 @@ class Watchdog:
         number = f"notice-{self._notices}"
         self._notices += 1
         waits = self._timer.slow(self._options.notice)
-        self._timer.take_notice()
+        self._timer.mark_noticed()
         diagnosis = self._report_and_wait(number, waits)
         if diagnosis.get("is_deadlock"):
-            self._act_on(number, diagnosis)
+            self._act(number, diagnosis)
 
     def _answer_alarm(self, overdue: str) -> None:
         """Report the activity of this rank, wait for the diagnosis, and act on it.
 
-        See [Note: who waits for whom, and by when].
+        See [Note: deadlines of an alarm].
         """
         number = str(self._alarms)
         self._alarms += 1
-        self._act_on(number, self._report_and_wait(number, overdue))
+        self._act(number, self._report_and_wait(number, overdue))
 
-    def _act_on(self, number: str, diagnosis: dict[str, Any]) -> None:
+    def _act(self, number: str, diagnosis: dict[str, Any]) -> None:
         """End this process or let it continue, depending on the options."""
         if self._options.action == "end":
             self._end(number, diagnosis)
@@ -262,7 +262,7 @@ class Watchdog:
 
     def _report(self, number: str, overdue: str, *, deadline: float) -> None:
         """Store the report of this rank, and make the diagnosis from all reports if this rank has to."""
-        report = self._describe(overdue, self._gone(self._processes()))
+        report = self._describe(overdue, self._ended_neighbors(self._processes()))
         self._store.set(f"report/{number}/{self._rank}", report.to_json())
         if self._rank == 0:
             concludes = not self._store.check(f"silent/{number}")  # else another rank makes it
@@ -290,8 +290,8 @@ class Watchdog:
         while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
             if self._stop.is_set() and number.startswith("notice"):
                 break
-            self._help_silent(number)
-            time.sleep(_LOOK_S)
+            self._dump_silent_neighbors(number)
+            time.sleep(_POLL_S)
         return is_there
 
     def _conclude_if_lowest(self, number: str, *, deadline: float) -> None:
@@ -312,12 +312,12 @@ class Watchdog:
         stacks: dict[int, str] = {}
         known = {rank for report in reports.values() for rank in report.gone}
         if set(silent) - known:
-            self._help_silent(number)
+            self._dump_silent_neighbors(number)
             time.sleep(_STACKS_S)
             stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
         absent = {rank: self._state_of(rank, reports, stacks.get(rank, "")) for rank in silent}
         is_notice = number.startswith("notice")
-        stuck = deadlock(reports, self._left(absent, reports)) if is_notice else None
+        stuck = deadlock(reports, self._departed_ranks(absent, reports)) if is_notice else None
         diagnosis = stuck or diagnose(reports, absent, self._axis_of)
         if self._store.add(f"told/{number}", 1) > 1:
             return  # another rank was first: all ranks use its diagnosis
@@ -353,7 +353,7 @@ class Watchdog:
             gone = {rank for report in reports.values() for rank in report.gone}
             if missing <= gone or time.monotonic() > deadline:
                 break
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return reports
 
     def _state_of(self, rank: int, reports: dict[int, RankReport], stacks: str) -> str:
@@ -370,22 +370,24 @@ class Watchdog:
             return f"{name} does not answer{ago}: compiled code holds Python's lock{innermost_place(stacks)}"
         return f"{name} does not answer{ago}: its machine is out of reach, or compiled code holds its lock"
 
-    def _left(self, absent: dict[int, str], reports: dict[int, RankReport]) -> dict[int, Left]:
+    def _departed_ranks(
+        self, absent: dict[int, str], reports: dict[int, RankReport]
+    ) -> dict[int, DepartedRank]:
         """Return the ranks without a report that have left the job or have died."""
         died = {rank for report in reports.values() for rank, how in report.gone.items() if how == DIED}
         return {
-            rank: Left(how, json.loads(self._store.text(f"met/{rank}") or "{}"))
+            rank: DepartedRank(how, json.loads(self._store.text(f"met/{rank}") or "{}"))
             for rank, how in absent.items()
             if rank in died or self._store.text(f"left/{rank}")
         }
 
-    def _help_silent(self, number: str) -> None:
+    def _dump_silent_neighbors(self, number: str) -> None:
         """Have neighbors that do not answer write their stacks, unless another rank has."""
         silent = json.loads(self._store.text(f"silent/{number}") or "[]")
         for rank, process in self._neighbors(self._processes()).items() if silent else ():
             key = f"stacks/{number}/{rank}"
-            if rank in silent and not process.trouble() and self._store.add(f"{key}/taken", 1) == 1:
-                self._store.set(key, process.stacks_from_outside())
+            if rank in silent and not process.problem() and self._store.add(f"{key}/taken", 1) == 1:
+                self._store.set(key, process.dump_stacks())
 
     def _write_report(
         self, diagnosis: Diagnosis, reports: dict[int, RankReport], stacks: dict[int, str]
@@ -407,37 +409,37 @@ class Watchdog:
         """
         speakers, blamed = diagnosis["speakers"], diagnosis["blamed"]
         if self._rank not in blamed and set(blamed) & set(speakers):
-            self._wait_for_last_words(number, [rank for rank in speakers if rank in blamed])
+            self._wait_for_errors(number, [rank for rank in speakers if rank in blamed])
             time.sleep(_LATER_S)
         self._show_error(diagnosis["lines"])
         try:
             self._store.set(f"spoken/{number}/{self._rank}", "1")
         finally:
-            self._wait_for_last_words(number, speakers)
+            self._wait_for_errors(number, speakers)
             os._exit(1)
 
-    def _wait_for_last_words(self, number: str, ranks: list[int]) -> None:
+    def _wait_for_errors(self, number: str, ranks: list[int]) -> None:
         """Wait until other ranks have shown why they end, for a few seconds."""
         keys = [f"spoken/{number}/{rank}" for rank in ranks]
-        patience = time.monotonic() + _WORDS_S
+        patience = time.monotonic() + _ERRORS_S
         with suppress(dist.DistError):  # the store has ended, with rank 0
             while keys and not self._store.check(*keys) and time.monotonic() < patience:
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
 
     def _show_error(self, lines: Sequence[str]) -> None:
         """Show why this process ends."""
         sys.excepthook(HangError, HangError("; ".join(lines)), None)
-        self.has_spoken = True
+        self.has_shown_error = True
         flush_output()
 
-    def _go_on_without_store(self, error: Exception) -> None:
+    def _diagnose_without_store(self, error: Exception) -> None:
         """Report and end without the store, which does not answer, if this rank waits for another rank."""
         self._timer.look(self._options.poll_s)
         overdue = self._timer.overdue(self._options.timeout)
         if not overdue or self._stop.is_set():
             return
-        absent, lines = self._without_store(error)
-        reports = {self._rank: self._describe(overdue, self._gone(self._known))}
+        absent, lines = self._states_without_store(error)
+        reports = {self._rank: self._describe(overdue, self._ended_neighbors(self._all_processes))}
         diagnosis = Diagnosis(lines=(*lines, *diagnose(reports, absent, self._axis_of).lines))
         self._write_report(diagnosis, reports, {})
         if self._options.action == "end":
@@ -445,16 +447,16 @@ class Watchdog:
             os._exit(1)
         self._timer.forgive()
 
-    def _without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
+    def _states_without_store(self, error: Exception) -> tuple[dict[int, str], list[str]]:
         """Return the known states of the other processes while the store does not answer.
 
         Returns:
             By rank, the state of those that are gone; and a line if the store's server is not one of them.
         """
-        # See [Note: what may fail while a job hangs].
+        # See [Note: failures during a hang].
         reason = str(error).strip().splitlines()[0]
-        gone = self._gone(self._known)
-        absent = {rank: f"{self._known[rank].name} {how}" for rank, how in gone.items()}
+        gone = self._ended_neighbors(self._all_processes)
+        absent = {rank: f"{self._all_processes[rank].name} {how}" for rank, how in gone.items()}
         if self._store.launcher:
             return absent, [
                 f"the store does not answer any more: the launcher at {self._store.launcher}, which serves "
@@ -463,7 +465,7 @@ class Watchdog:
         if 0 in absent:
             absent[0] += ", and with it the store"
         else:
-            name = f"{self._known[0].name} " if self._known else ""
+            name = f"{self._all_processes[0].name} " if self._all_processes else ""
             absent[0] = (
                 f"{name}serves the store, which does not answer any more: it is gone or stopped, or its "
                 f"machine is out of reach ({reason})"
@@ -475,15 +477,15 @@ class Watchdog:
 
     def _processes(self) -> dict[int, RankProcess]:
         """Return where the ranks run, as far as that is in the store."""
-        if self._known:
-            return self._known
+        if self._all_processes:
+            return self._all_processes
         texts = dict(enumerate(map(self._store.text, self._process_keys())))
         return {rank: RankProcess.from_json(text) for rank, text in texts.items() if text}
 
-    def _gone(self, processes: dict[int, RankProcess]) -> dict[int, str]:
+    def _ended_neighbors(self, processes: dict[int, RankProcess]) -> dict[int, str]:
         """Return the ranks of this machine whose processes have ended or are stopped, and how."""
         neighbors = self._neighbors(processes)
-        return {rank: how for rank, process in neighbors.items() if (how := process.trouble())}
+        return {rank: how for rank, process in neighbors.items() if (how := process.problem())}
 
     def _neighbors(self, processes: dict[int, RankProcess]) -> dict[int, RankProcess]:
         """Return the other ranks of this machine."""

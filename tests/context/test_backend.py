@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import colossalai
-from colossalai.communication.shared_memory import how_ranks_talk
+from colossalai.communication.shared_memory import transport_of
 from colossalai.context import ParallelMode
 from colossalai.context._launch_arguments import chosen_backend
 from colossalai.core import global_context as gpc
@@ -31,7 +31,7 @@ def talks(backend: str, bound: str) -> tuple[str, bool, float]:
     is_one_group = gpc.get_cpu_group(ParallelMode.DATA) is gpc.get_group(ParallelMode.DATA)
     # A rank that ends at once would close connections that its peer still makes.
     dist.all_reduce(torch.ones(1), group=gpc.get_group(ParallelMode.DATA))
-    said = how_ranks_talk()
+    said = transport_of()
     gpc.destroy()
     return said, is_one_group, x.sum().item()
 

@@ -17,10 +17,10 @@ SUMS = """
 import re, socket, subprocess, sys
 import torch, torch.distributed as dist
 import colossalai
-from colossalai.communication.shared_memory import _meeting, how_ranks_talk
+from colossalai.communication.shared_memory import _islands, transport_of
 
-place = _meeting._place
-_meeting._place = lambda: {**place(), "kernel": socket.gethostname()}
+place = _islands._location
+_islands._location = lambda: {**place(), "kernel": socket.gethostname()}
 colossalai.launch_from_torch(backend=sys.argv[1], verbose=False)
 
 def num_sent():
@@ -46,7 +46,7 @@ dist.barrier()
 sent = num_sent() - before
 terms = [torch.randn(1 << 22, generator=torch.Generator().manual_seed(other)) for other in range(4)]
 in_order = (terms[0] + terms[1]) + (terms[2] + terms[3])
-print(f"{how_ranks_talk()}; sent {sent}; off by {(tensor - in_order).abs().max().item()}", flush=True)
+print(f"{transport_of()}; sent {sent}; off by {(tensor - in_order).abs().max().item()}", flush=True)
 """
 
 

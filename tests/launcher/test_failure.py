@@ -16,8 +16,8 @@ from colossalai.launcher._failure import (
     NodeLoss,
     RankError,
     RankState,
-    blame,
     find_failure,
+    first_failure,
     read_error,
     refuse,
 )
@@ -167,7 +167,7 @@ def test_an_error_of_torch_is_read_and_half_a_file_is_not(tmp_path: Path):
 )
 def test_a_lost_node_and_the_ranks_of_others(ranks: list[RankState], is_the_node: bool):
     loss = NodeLoss(host="host2", what="its agent was killed by SIGKILL", time=NOW - 2.0)
-    failure = blame(ranks, [loss])
+    failure = first_failure(ranks, [loss])
     assert (failure.first is loss) == is_the_node
     assert len(failure.later) == len(ranks)
     lines = failure.describe().splitlines()

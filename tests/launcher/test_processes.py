@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from colossalai.launcher._processes import describe_deafness, exit_code_of, signals_to_heed
+from colossalai.launcher._processes import ending_signals, exit_code_of, ignored_sigint_note
 
 pytestmark = pytest.mark.unit
 
@@ -29,13 +29,13 @@ def test_a_running_process_has_no_exit_code():
 
 
 def test_a_job_heeds_no_signal_that_it_was_started_to_ignore(monkeypatch: pytest.MonkeyPatch):
-    assert "SIGINT" in signals_to_heed()
-    assert describe_deafness() == ""
+    assert "SIGINT" in ending_signals()
+    assert ignored_sigint_note() == ""
     for ignored in ([], ["SIGHUP"], ["SIGINT", "SIGQUIT"]):
         numbers = [signal.Signals[name] for name in ignored]
         monkeypatch.setattr(
             signal, "getsignal", lambda number, n=numbers: signal.SIG_IGN if number in n else signal.SIG_DFL
         )
         heeded = [name for name in ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP") if name not in ignored]
-        assert signals_to_heed() == heeded
-    assert "Ctrl-C does not end the job, `kill" in describe_deafness()
+        assert ending_signals() == heeded
+    assert "Ctrl-C does not end the job, `kill" in ignored_sigint_note()

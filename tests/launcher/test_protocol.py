@@ -65,11 +65,11 @@ class Peer(RemoteProcess):
         self.exit_code: int | None = None
         self.ended = asyncio.Event()
 
-    async def _take(self, message: dict[str, Any]) -> None:
+    async def _handle(self, message: dict[str, Any]) -> None:
         self.messages.append(message)
         self.send("bye")
 
-    async def _take_noise(self, line: bytes) -> None:
+    async def _handle_output(self, line: bytes) -> None:
         self.noise.append(line)
 
     def _on_silence(self) -> None:

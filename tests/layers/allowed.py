@@ -59,7 +59,7 @@ STATE = {
         "monitor/_flight_recorder.py",
         "records",
     ): "like torch's own recorder: the watchdog asks about every group of the process",
-    ("monitor/_sections.py", "_known"): "what threads are in, which others ask about from outside",
+    ("monitor/_sections.py", "_registry"): "sections of threads, which other threads read",
     (
         "pipeline/stages/_tied_weights.py",
         "_numbers",

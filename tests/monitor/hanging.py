@@ -50,7 +50,7 @@ def note_known(folder: Path) -> None:
     """Wait until the watchdog of this rank knows where the others run, and say so."""
     (watchdog,) = (watchdog for watchdog, _ in process.watching)
     assert watchdog is not None
-    wait_for(lambda: bool(watchdog._known))
+    wait_for(lambda: bool(watchdog._all_processes))
     (folder / f"knows-{dist.get_rank()}").touch()
 
 

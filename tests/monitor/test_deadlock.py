@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from colossalai.monitor._calls import CallRecord
-from colossalai.monitor._diagnosis import Left, deadlock
+from colossalai.monitor._diagnosis import DepartedRank, deadlock
 from colossalai.monitor._rank_report import RankReport
 from tests.tiers import further
 
@@ -77,18 +77,18 @@ def test_who_waits_in_another_collective_is_named_with_its_last_gather():
 
 
 def test_who_has_left_is_named():
-    (line, _) = told(report(0, wait()), left={1: Left("(host, pid 7) has left", {"gathers": 2})})
+    (line, _) = told(report(0, wait()), left={1: DepartedRank("(host, pid 7) has left", {"gathers": 2})})
     assert line.endswith("And rank 1 (host, pid 7) has left")
 
 
 def test_those_that_wait_in_vain_for_the_same_are_named_together():
     three = [report(rank, wait(partners=(0, 1, 2))) for rank in (0, 1)]
-    (line, _) = told(*three, left={2: Left("has left", {})})
+    (line, _) = told(*three, left={2: DepartedRank("has left", {})})
     assert "cannot end: ranks 0, 1 wait in gather #3" in line
 
 
 def test_a_report_from_before_a_rank_had_come_and_left_is_no_reason():
-    assert told(report(0, wait()), left={1: Left("has left", {"gathers": 3})}) is None
+    assert told(report(0, wait()), left={1: DepartedRank("has left", {"gathers": 3})}) is None
 
 
 MAY_COME = {
@@ -170,7 +170,7 @@ class Job:
         """Let a rank say where it is."""
         reached = {f"c{channel}": number for channel, number in self.reached[rank].items()}
         if self.is_over(rank):
-            self.left[rank] = Left("has left", reached)
+            self.left[rank] = DepartedRank("has left", reached)
             return
         held = []
         if self.waits[rank]:

@@ -200,8 +200,8 @@ def test_a_rank_that_leaves_while_it_is_looked_at_has_not_died():
         left["left/1"] = "has left the job: its script has ended it"
         return DIED
 
-    process = SimpleNamespace(place="here", name="(host, pid 7)", trouble=ends)
+    process = SimpleNamespace(place="here", name="(host, pid 7)", problem=ends)
     watchdog = object.__new__(Watchdog)
-    watchdog._rank, watchdog._process, watchdog._known = 0, process, {0: process, 1: process}
+    watchdog._rank, watchdog._process, watchdog._all_processes = 0, process, {0: process, 1: process}
     watchdog._store = SimpleNamespace(text=lambda key: left.get(key, ""))
-    assert watchdog._troubles() == ["rank 1 (host, pid 7) has left the job: its script has ended it"]
+    assert watchdog._ended_rank_lines() == ["rank 1 (host, pid 7) has left the job: its script has ended it"]

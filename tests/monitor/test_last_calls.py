@@ -72,7 +72,7 @@ class SignatureRecordOver:
 
     def __init__(self, record, original):
         method = _last_calls.METHODS["allreduce"]
-        self.wrapper, self.kept = record._noting(method, original), dist.ProcessGroup.allreduce
+        self.wrapper, self.kept = record._recorded(method, original), dist.ProcessGroup.allreduce
 
     def __enter__(self):
         dist.ProcessGroup.allreduce = self.wrapper

@@ -69,7 +69,7 @@ def test_a_notice_is_asked_for_once_and_does_not_keep_the_report_back(world):
     assert not world.watch.slow(2.0)
     world.looks(1)
     assert world.watch.slow(2.0)
-    world.watch.take_notice()
+    world.watch.mark_noticed()
     assert world.looks(1)[-1]
     assert not world.watch.slow(2.0)
     world.status = {"0/0": (7, 6)}
@@ -123,7 +123,7 @@ def test_a_meeting_with_a_patience_asks_again_and_again(monkeypatch, world):
         assert not world.watch.is_impatient()
         world.looks(1)
         assert world.watch.is_impatient()
-        world.watch.take_notice()
+        world.watch.mark_noticed()
         world.looks(2)
         assert not world.watch.is_impatient()
         world.looks(1)

@@ -13,8 +13,8 @@ A torch backend with the name "shared_memory", in Python; see docs/design/shared
 | bell, alarm | futex words on which a rank that waits for messages, or its message thread, sleeps |
 """
 
-from colossalai.communication.shared_memory._machines import empty_to_lend as empty_to_lend
-from colossalai.communication.shared_memory._machines import how_ranks_talk as how_ranks_talk
+from colossalai.communication.shared_memory._machines import empty_in_arena as empty_in_arena
 from colossalai.communication.shared_memory._machines import is_within_machine as is_within_machine
 from colossalai.communication.shared_memory._machines import make_group as make_group
 from colossalai.communication.shared_memory._machines import stamp_next as stamp_next
+from colossalai.communication.shared_memory._machines import transport_of as transport_of

@@ -99,7 +99,7 @@ class Call(NamedTuple):
         is_growing: Whether the ranks first agree on larger slots.
         room: Bytes that this rank has reserved of each half of its slot.
         stamp: Number of the caller that has to be the same on all ranks; 0: none.
-        words: Description of the stamp for error messages, on this rank.
+        stamp_text: Description of the stamp for error messages, on this rank.
     """
 
     number: int
@@ -112,7 +112,7 @@ class Call(NamedTuple):
     is_growing: bool = False
     room: int = 0
     stamp: int = 0
-    words: bytes = b""
+    stamp_text: bytes = b""
 
     @property
     def slot_root(self) -> int:
@@ -147,14 +147,14 @@ class Call(NamedTuple):
 
 
 def disagreement(
-    where: str, headers: Mapping[int, bytes], words_of: Callable[[int], str] = lambda rank: ""
+    where: str, headers: Mapping[int, bytes], text_of: Callable[[int], str] = lambda rank: ""
 ) -> str:
     """Return the properties in which the calls of ranks differ.
 
     Args:
         where: Name of the group.
         headers: Headers of the ranks that have started the call, by global rank.
-        words_of: Returns the description of a rank's stamp, or of its last one.
+        text_of: Returns the description of a rank's stamp, or of its last one.
     """
     calls = {rank: _properties(header) for rank, header in headers.items()}
     numbers = {properties.pop("number") for properties in calls.values()}
@@ -165,12 +165,12 @@ def disagreement(
     if len(set(stamps.values())) == 1:
         return line
     line = line or f"ranks do not agree on {next(iter(calls.values()))['op']} #{min(numbers)} {where}"
-    meanings = {rank: words_of(rank).partition("\n") for rank in stamps}
-    advice = next(filter(None, (meaning[2] for meaning in meanings.values())), "")
+    texts = {rank: text_of(rank).partition("\n") for rank in stamps}
+    advice = next(filter(None, (text[2] for text in texts.values())), "")
     places = "; ".join(
-        f"rank {rank} {'is' if stamps[rank] else 'was last'} in {meaning[0]}"
-        for rank, meaning in meanings.items()
-        if meaning[0]
+        f"rank {rank} {'is' if stamps[rank] else 'was last'} in {text[0]}"
+        for rank, text in texts.items()
+        if text[0]
     )
     return f"{line}: {places}{f'. {advice}' if advice else ''}"
 

@@ -64,11 +64,11 @@ def check_reduction(reduction: str, dtype: torch.dtype) -> None:
     Raises:
         ValueError: `reduction` does not exist, or not for `dtype`; the message has the alternatives.
     """
-    if (reduction, dtype) not in _EXISTING:
-        raise ValueError(_why_not(reduction, dtype))
+    if (reduction, dtype) not in _SUPPORTED:
+        raise ValueError(_unsupported_reason(reduction, dtype))
 
 
-def _why_not(reduction: str, dtype: torch.dtype) -> str:
+def _unsupported_reason(reduction: str, dtype: torch.dtype) -> str:
     """Return the error message of an unsupported reduction; empty if it is supported."""
     name = str(dtype).removeprefix("torch.")
     is_exact = not (dtype.is_floating_point or dtype.is_complex)
@@ -85,8 +85,8 @@ def _why_not(reduction: str, dtype: torch.dtype) -> str:
     return ""
 
 
-_EXISTING = frozenset(
-    (name, dtype) for name in _COMBINES for dtype in _REDUCIBLE if not _why_not(name, dtype)
+_SUPPORTED = frozenset(
+    (name, dtype) for name in _COMBINES for dtype in _REDUCIBLE if not _unsupported_reason(name, dtype)
 )
 
 
@@ -178,7 +178,7 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
                 slots.wait(WRITTEN)  # all terms are in the slots; the other ranks do not wait
                 combine(part, _terms(slots, part, 0), call.slot_reduction)
             else:
-                slots.look_later()
+                slots.defer_check()
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
             _reduce_section(slots, part, sections, call.slot_reduction, start=start, lends=False)
@@ -214,7 +214,7 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
             own = slots.elements(slots.rank, slots.rank * length, length, output.dtype)
         slots.publish(WRITTEN)
         slots.wait(WRITTEN)
-        slots.look_for_loans()
+        slots.read_loans()
         at, in_slot = slots.rank * output.nbytes + start, slots.rank * size
         terms = [
             own if rank == slots.rank else slots.operand(rank, at, length, output.dtype, in_slot=in_slot)
@@ -245,7 +245,7 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
         slots.publish(WRITTEN)
         copy_bytes(targets[slots.rank] + start, source + start, size)
         slots.wait(WRITTEN)  # all ranks' bytes are in their slots or arenas
-        slots.look_for_loans()
+        slots.read_loans()
         for other in slots.following:
             slots.get_operand(targets[other] + start, other, size, at=start, in_slot=0)
         slots.publish(DONE)
@@ -307,7 +307,7 @@ def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
     slots.start(call, num_bytes)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
-        slots.look_later()
+        slots.defer_check()
         if slots.rank == call.slot_root:
             slots.put(address + start, size)
         else:
@@ -321,7 +321,7 @@ def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_by
     slots.start(call, num_bytes)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE):
         slots.begin()
-        slots.look_later()
+        slots.defer_check()
         if slots.rank != call.slot_root:
             slots.put(source + start, size)
             slots.publish(DONE)
@@ -339,7 +339,7 @@ def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_b
     slots.start(call, num_bytes * slots.num_ranks)
     for start, size in _parts(slots, num_bytes, _CACHE_LINE, slots.num_ranks):
         slots.begin()
-        slots.look_later()
+        slots.defer_check()
         if slots.rank == call.slot_root:
             for other in slots.others:
                 slots.put(sources[other] + start, size, other * size)
@@ -397,7 +397,7 @@ def _reduce_section(
         slots.put(part.data_ptr() + after, part.nbytes - after, after)
     slots.publish(WRITTEN)
     slots.wait(WRITTEN)  # the terms of this rank's section are in the slots or arenas of all ranks
-    slots.look_for_loans()
+    slots.read_loans()
     terms = [
         part[mine]
         if rank == slots.rank

@@ -5,7 +5,7 @@ behind another one if the difference is at least half of the range. A waiting ra
 sleeps in the kernel (futex), in slices: between two slices it checks that the other ranks are alive, and
 signals such as Ctrl-C are handled.
 
-[Note: no reader sees half a message]
+[Note: order of data and counters]
 A writer stores its bytes in shared memory, calls `fence`, and sets its counter. A reader loads the counter's
 new value, calls `fence`, and reads the bytes. The counter must not be visible before the bytes. Both sides
 can break that: the writer's stores can become visible in another order, and the reader's loads can be
@@ -66,7 +66,7 @@ class Futex:
         self._check()
 
     def fence(self) -> None:
-        """Order everything before against everything after; see [Note: no reader sees half a message]."""
+        """Order everything before against everything after; see [Note: order of data and counters]."""
         if not self._is_ordered:
             self.add_and_wake(ctypes.addressof(self._own))
 
@@ -186,13 +186,13 @@ class Counters:
         """Wake the threads that wait for a counter, to check another condition."""
         self._waiting.wake(self._address + index * LINE)
 
-    def wait_for(self, index: int, target: int, look: Callable[[], None]) -> None:
+    def wait_for(self, index: int, target: int, check: Callable[[], None]) -> None:
         """Wait until a counter has reached `target`.
 
         Args:
             index: Index of the counter.
             target: Value to wait for.
-            look: Called before the first slice of sleep and after each; it raises to end the wait.
+            check: Called before the first slice of sleep and after each; it raises to end the wait.
         """
         words, place = self._words, self._first + index * (LINE // 4)
         turns = 0
@@ -200,7 +200,7 @@ class Counters:
             turns += 1
             if turns > _SPINS + self._yields:
                 seen = words[place]
-                look()
+                check()
                 if is_behind(seen, target):
                     self._waiting.sleep(self._address + index * LINE, seen, SLICE_S)
             elif turns > _SPINS:

@@ -15,8 +15,7 @@ from colossalai.communication.shared_memory._collectives import check_reduction
 from colossalai.communication.shared_memory._membership import Membership
 from colossalai.communication.shared_memory._tensors import (
     Bytes,
-    Places,
-    apart_from_callers,
+    StagedTensors,
     bytes_of,
     check_dtypes,
     check_list,
@@ -27,6 +26,7 @@ from colossalai.communication.shared_memory._tensors import (
     check_sparse,
     flat,
     split_rows,
+    without_dispatch_modes,
 )
 from colossalai.communication.shared_memory._work import EndedWork
 from colossalai.monitor import CallLog, current_meeting
@@ -81,7 +81,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self._record = record
         self.stamps: dict[int, int] = {}
         self._closing = weakref.finalize(self, membership.close)
-        self._closing.atexit = False  # `Members` closes it at exit
+        self._closing.atexit = False  # `OpenGroups` closes it at exit
 
     # Identity of the group.
 
@@ -146,12 +146,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
     def reduce(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Reduce the single tensor of a list over the ranks, on the root."""
         check_one("reduce", tensors)
-        reduction, root, places = _reduction(opts), self._root("reduce", opts), Places()
-        part = flat(places.both(_reducible(tensors[0], reduction)))
+        reduction, root, staged = _reduction(opts), self._root("reduce", opts), StagedTensors()
+        part = flat(staged.in_out(_reducible(tensors[0], reduction)))
 
         def run(call: Call) -> None:
             self.collectives.reduce(self._slots, _of(call, part, reduction=reduction, root=root), part)
-            places.copy_back()
+            staged.copy_back()
 
         return self._issue("reduce", run, opts, tensors)
 
@@ -233,11 +233,11 @@ class SharedMemoryGroup(dist.ProcessGroup):
             if len(listed) != self._num_ranks:
                 raise ValueError(f"all_to_all has {len(listed)} {name} tensors for {self._num_ranks} ranks")
         check_dtypes("all_to_all", *outputs, *inputs)
-        places = Places()
-        given = [places.source(tensor) for tensor in inputs]
-        targets = [bytes_of(target) for target in places.targets(outputs, given)]
+        staged = StagedTensors()
+        given = [staged.source(tensor) for tensor in inputs]
+        targets = [bytes_of(target) for target in staged.targets(outputs, given)]
         return self._exchange(
-            "all_to_all", targets, list(map(bytes_of, given)), inputs[0].dtype, places, opts, outputs
+            "all_to_all", targets, list(map(bytes_of, given)), inputs[0].dtype, staged, opts, outputs
         )
 
     def all_to_all_single(
@@ -262,66 +262,66 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 another size than its output.
         """
         check_dtypes("all_to_all_single", output, source)
-        places = Places()
-        target = places.target(output)
-        given = places.source_apart(source, target)
+        staged = StagedTensors()
+        target = staged.target(output)
+        given = staged.separate_source(source, target)
         targets = split_rows("output", target, output_sizes, self._num_ranks)
         sources = split_rows("input", given, input_sizes, self._num_ranks)
-        return self._exchange("all_to_all_single", targets, sources, source.dtype, places, opts, [output])
+        return self._exchange("all_to_all_single", targets, sources, source.dtype, staged, opts, [output])
 
     alltoall_base = all_to_all_single
 
     def broadcast(self, tensors: list[torch.Tensor], opts: Any = None) -> dist.Work:
         """Replace the single tensor of a list by the root's tensor."""
         check_one("broadcast", tensors)
-        root, places = self._root("broadcast", opts), Places()
-        part = places.both(tensors[0])
+        root, staged = self._root("broadcast", opts), StagedTensors()
+        part = staged.in_out(tensors[0])
 
         def run(call: Call) -> None:
             self.collectives.broadcast(self._slots, _of(call, part, root=root), *bytes_of(part))
-            places.copy_back()
+            staged.copy_back()
 
-        return self._issue("broadcast", run, opts, places=places, tensors=tensors)
+        return self._issue("broadcast", run, opts, staged=staged, tensors=tensors)
 
     def gather(
         self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any = None
     ) -> dist.Work:
         """Gather the tensors of all ranks on the root."""
         check_one("gather", inputs)
-        root, places = self._root("gather", opts), Places()
+        root, staged = self._root("gather", opts), StagedTensors()
         check_lists_of_root("gather", outputs, self._rank == root)
-        source, targets = places.source(inputs[0]), []
+        source, targets = staged.source(inputs[0]), []
         if self._rank == root:
             check_list("gather", outputs[0], inputs[0], self._num_ranks)
-            targets = self._targets(places, outputs[0], source)
+            targets = self._targets(staged, outputs[0], source)
 
         def run(call: Call) -> None:
             self.collectives.gather(self._slots, _of(call, source, root=root), targets, *bytes_of(source))
-            places.copy_back()
+            staged.copy_back()
 
-        return self._issue("gather", run, opts, places=places, tensors=outputs[0] if outputs else [])
+        return self._issue("gather", run, opts, staged=staged, tensors=outputs[0] if outputs else [])
 
     def scatter(
         self, outputs: list[torch.Tensor], inputs: list[list[torch.Tensor]], opts: Any = None
     ) -> dist.Work:
         """Send each rank a tensor of the root."""
         check_one("scatter", outputs)
-        root, places = self._root("scatter", opts), Places()
+        root, staged = self._root("scatter", opts), StagedTensors()
         check_lists_of_root("scatter", inputs, self._rank == root)
         given: list[torch.Tensor] = []
         if self._rank == root:
             check_list("scatter", inputs[0], outputs[0], self._num_ranks)
-            given = [places.source(tensor) for tensor in inputs[0]]
+            given = [staged.source(tensor) for tensor in inputs[0]]
         sources = [source.data_ptr() for source in given]
         is_own = root == self._rank and outputs[0].data_ptr() == sources[root]
-        [target] = places.targets(outputs, () if is_own else given)
+        [target] = staged.targets(outputs, () if is_own else given)
 
         def run(call: Call) -> None:
             address, num_bytes = bytes_of(target)
             self.collectives.scatter(self._slots, _of(call, target, root=root), address, sources, num_bytes)
-            places.copy_back()
+            staged.copy_back()
 
-        return self._issue("scatter", run, opts, places=places, tensors=outputs)
+        return self._issue("scatter", run, opts, staged=staged, tensors=outputs)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks with a separate time limit; the error names the missing ranks.
@@ -348,14 +348,14 @@ class SharedMemoryGroup(dist.ProcessGroup):
         check_one("send", tensors)
         target, tag = self._peer("send: the destination", target), _tag("send", tag)
 
-        def doing() -> str:
+        def describe() -> str:
             return f"a message to rank {self._ranks[target]} {self._membership.watch.where()}"
 
         def send() -> dist.Work:
-            work: dist.Work = self._messages.send(Places().source(tensors[0]), target, tag, doing)
+            work: dist.Work = self._messages.send(StagedTensors().source(tensors[0]), target, tag, describe)
             return work
 
-        return apart_from_callers(send)
+        return without_dispatch_modes(send)
 
     def recv(self, tensors: list[torch.Tensor], source: int, tag: int = 0) -> dist.Work:
         """Start to receive the single tensor of a list from a rank.
@@ -395,40 +395,42 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 f"{role}, rank {rank} is not a rank of the group: it has ranks 0 to {self._num_ranks - 1}"
             )
 
-    def _targets(self, places: Places, outputs: Sequence[torch.Tensor], source: torch.Tensor) -> list[int]:
+    def _targets(
+        self, staged: StagedTensors, outputs: Sequence[torch.Tensor], source: torch.Tensor
+    ) -> list[int]:
         """Return the target addresses by source rank; this rank's own can be the source itself."""
         is_own = outputs[self._rank].data_ptr() == source.data_ptr()
-        return [target.data_ptr() for target in places.targets(outputs, () if is_own else (source,))]
+        return [target.data_ptr() for target in staged.targets(outputs, () if is_own else (source,))]
 
     def _receive(self, tensors: list[torch.Tensor], source: int | None, tag: int) -> dist.Work:
         self._check_process()
         check_one("recv", tensors)
-        tag, places = _tag("recv", tag), Places()
-        target = places.target(tensors[0])
+        tag, staged = _tag("recv", tag), StagedTensors()
+        target = staged.target(tensors[0])
 
-        def doing() -> str:
+        def describe() -> str:
             whom = "any rank" if source is None else f"rank {self._ranks[source]}"
             return f"a message from {whom} {self._membership.watch.where()}"
 
         def receive() -> dist.Work:
-            then = places.copy_back if places.has_copies else None
-            work: dist.Work = self._messages.receive(target, source, tag, doing, then)
+            then = staged.copy_back if staged.has_copies else None
+            work: dist.Work = self._messages.receive(target, source, tag, describe, then)
             return work
 
-        return apart_from_callers(receive)
+        return without_dispatch_modes(receive)
 
     def _all_reduce(self, tensors: list[torch.Tensor], opts: Any) -> dist.Work:
         if any(tensor.layout is torch.sparse_coo for tensor in tensors):
             return self._sum_sparse(tensors, opts)
-        reduction, places = _reduction(opts), Places()
+        reduction, staged = _reduction(opts), StagedTensors()
         for tensor in tensors:
             check_reduction(reduction, tensor.dtype)
-        parts = [flat(tensor) for tensor in places.all_both(tensors)]
+        parts = [flat(tensor) for tensor in staged.all_in_out(tensors)]
 
         def run(call: Call) -> None:
             for part in parts:
                 self.collectives.all_reduce(self._slots, _of(call, part, reduction=reduction), part)
-            places.copy_back()
+            staged.copy_back()
 
         return self._issue("all_reduce", run, opts, tensors)
 
@@ -450,12 +452,12 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
     def _scatter_sums(self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any) -> dist.Work:
         check_pairs("reduce_scatter", outputs, inputs)
-        reduction, places = _reduction(opts), Places()
+        reduction, staged = _reduction(opts), StagedTensors()
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_share("reduce_scatter", tensor, output, self._num_ranks)
-            source = places.source(tensor)
-            target = places.apart(places.target(_reducible(output, reduction)), source, self._rank)
+            source = staged.source(tensor)
+            target = staged.separate_target(staged.target(_reducible(output, reduction)), source, self._rank)
             pairs.append((flat(target), flat(source)))
 
         def run(call: Call) -> None:
@@ -463,7 +465,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
                 self.collectives.reduce_scatter(
                     self._slots, _of(call, target, reduction=reduction), target, source
                 )
-            places.copy_back()
+            staged.copy_back()
 
         return self._issue("reduce_scatter", run, opts, outputs)
 
@@ -471,39 +473,39 @@ class SharedMemoryGroup(dist.ProcessGroup):
         self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: Any
     ) -> dist.Work:
         check_pairs("all_gather", outputs, inputs)
-        places = Places()
+        staged = StagedTensors()
         pairs = []
         for output, tensor in zip(outputs, inputs, strict=True):
             check_share("all_gather", output, tensor, self._num_ranks)
-            target, share = places.target(output), tensor.nbytes
+            target, share = staged.target(output), tensor.nbytes
             first = target.data_ptr()
-            source = places.source_apart(tensor, target, own=first + self._rank * share)
+            source = staged.separate_source(tensor, target, own=first + self._rank * share)
             pairs.append(([first + rank * share for rank in range(self._num_ranks)], source))
-        return self._gather_all(pairs, places, opts, outputs)
+        return self._gather_all(pairs, staged, opts, outputs)
 
     def _gather_lists(
         self, operation: str, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], opts: Any
     ) -> dist.Work:
-        places, pairs = Places(), []
+        staged, pairs = StagedTensors(), []
         for listed, tensor in zip(outputs, inputs, strict=True):
             check_list(operation, listed, tensor, self._num_ranks)
-            source = places.source(tensor)
-            pairs.append((self._targets(places, listed, source), source))
-        return self._gather_all(pairs, places, opts, [output for listed in outputs for output in listed])
+            source = staged.source(tensor)
+            pairs.append((self._targets(staged, listed, source), source))
+        return self._gather_all(pairs, staged, opts, [output for listed in outputs for output in listed])
 
     def _gather_all(
         self,
         pairs: Sequence[tuple[Sequence[int], torch.Tensor]],
-        places: Places,
+        staged: StagedTensors,
         opts: Any,
         results: Sequence[torch.Tensor],
     ) -> dist.Work:
         def run(call: Call) -> None:
             for targets, source in pairs:
                 self.collectives.all_gather(self._slots, _of(call, source), targets, *bytes_of(source))
-            places.copy_back()
+            staged.copy_back()
 
-        return self._issue("all_gather", run, opts, places=places, tensors=results)
+        return self._issue("all_gather", run, opts, staged=staged, tensors=results)
 
     def _exchange(
         self,
@@ -511,7 +513,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         targets: Sequence[Bytes],
         sources: Sequence[Bytes],
         dtype: torch.dtype,
-        places: Places,
+        staged: StagedTensors,
         opts: Any,
         results: Sequence[torch.Tensor],
     ) -> dist.Work:
@@ -524,9 +526,9 @@ class SharedMemoryGroup(dist.ProcessGroup):
 
         def run(call: Call) -> None:
             self.collectives.all_to_all(self._slots, call._replace(dtype=dtype), targets, sources)
-            places.copy_back()
+            staged.copy_back()
 
-        return self._issue("all_to_all", run, opts, places=places, tensors=results)
+        return self._issue("all_to_all", run, opts, staged=staged, tensors=results)
 
     def _issue(
         self,
@@ -535,7 +537,7 @@ class SharedMemoryGroup(dist.ProcessGroup):
         opts: Any,
         tensors: Sequence[torch.Tensor] = (),
         *,
-        places: Places | None = None,
+        staged: StagedTensors | None = None,
     ) -> dist.Work:
         """Run a collective: a blocking one in this thread, an asynchronous one in the group's queue.
 
@@ -544,37 +546,37 @@ class SharedMemoryGroup(dist.ProcessGroup):
             run: Function of this rank.
             opts: Options of torch.
             tensors: Tensors of the results.
-            places: Sources and targets of a call that only copies.
+            staged: Sources and targets of a call that only copies.
         """
         self._check_process()
         self._membership.watch.check()
         recorded = self._record.begin(operation, tensors)
         stamp = self.stamps.pop(recorded.thread, 0)
         item = current_meeting() if stamp else None
-        words = b"" if item is None else f"{item.describe()}\n{item.advice}".encode()
-        call = Call(recorded.number, operation, stamp=stamp, words=words)
+        stamp_text = b"" if item is None else f"{item.describe()}\n{item.advice}".encode()
+        call = Call(recorded.number, operation, stamp=stamp, stamp_text=stamp_text)
         # Within a machine such a call copies bytes without torch operators, so no dispatch mode applies.
-        only_bytes = places is not None and not places.has_copies and self._slots.num_ranks == self._num_ranks
+        only_bytes = staged is not None and not staged.has_copies and self._slots.num_ranks == self._num_ranks
 
         def run_call() -> None:
             try:
                 if only_bytes:
                     run(call)
                 else:
-                    apart_from_callers(run, call)
+                    without_dispatch_modes(run, call)
             except BaseException as error:
                 self._membership.give_up(error, call.described(self._membership.watch.where()))
                 raise
             finally:
                 self._record.end(recorded)
 
-        def doing() -> str:
+        def describe() -> str:
             ranks = ", ".join(map(str, self._slots.missing()))
             waits = f", which waits for rank {ranks}," if ranks else ""
             return f"{call.described(self._membership.watch.where())}{waits}"
 
         if getattr(opts, "asyncOp", True):
-            return self._membership.calls.start(run_call, tensors, doing)
+            return self._membership.calls.start(run_call, tensors, describe)
         self._membership.calls.run(run_call)
         return EndedWork(tensors)
 

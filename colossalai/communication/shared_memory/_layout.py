@@ -7,8 +7,8 @@
 | progress | rank | its counter of parts and phases |
 | bell | rank | a word that other ranks increment after a write to or a read from one of its mailboxes |
 | alarm | rank | the same, for events that need the message thread if no call of the rank is waiting |
-| words | rank | its error message, after it has given up |
-| meanings | rank | description of its last stamp |
+| error texts | rank | its error message, after it has given up |
+| stamp texts | rank | description of its last stamp |
 | headers | rank, 4 times | headers of its present part and of the parts before |
 | controls | pair of ranks | written and read counters of its mailbox |
 | slots | rank, two halves | its data for collectives |
@@ -29,7 +29,7 @@ MOST_ROOM = 2 << 20  # largest half of a slot; more would not stay in a core's c
 NUM_HEADERS = 4  # a reader of the header of a part is two parts behind at most
 HEADER = LINE
 START = 2**32 - 256  # first value of the progress counters, which so wrap early in every run
-WORDS = 8 * LINE  # bytes of an error message, and of the description of a stamp
+TEXT_SIZE = 8 * LINE  # bytes of an error message, and of the description of a stamp
 
 _MOST_MAILBOX = 4 << 20
 _MOST_MAILBOXES = 4 << 30  # address space of all mailboxes together
@@ -62,17 +62,17 @@ class SegmentLayout:
         """Offset of the alarms."""
         return self.bells + LINE * self.num_ranks
 
-    def words(self, rank: int) -> int:
+    def error_text(self, rank: int) -> int:
         """Offset of a rank's error message."""
-        return self.alarms + LINE * self.num_ranks + WORDS * rank
+        return self.alarms + LINE * self.num_ranks + TEXT_SIZE * rank
 
-    def meaning(self, rank: int) -> int:
+    def stamp_text(self, rank: int) -> int:
         """Offset of the description of a rank's last stamp."""
-        return self.words(self.num_ranks) + WORDS * rank
+        return self.error_text(self.num_ranks) + TEXT_SIZE * rank
 
     def header(self, rank: int, part: int) -> int:
         """Offset of the header of a rank's part."""
-        return self.meaning(self.num_ranks) + HEADER * (NUM_HEADERS * rank + part % NUM_HEADERS)
+        return self.stamp_text(self.num_ranks) + HEADER * (NUM_HEADERS * rank + part % NUM_HEADERS)
 
     @property
     def controls(self) -> int:

@@ -32,8 +32,8 @@ from colossalai._aliases import SHARED_MEMORY
 from colossalai.communication.shared_memory import _collectives as within
 from colossalai.communication.shared_memory._calls import AGREED_SIZE, Call, disagreement
 from colossalai.communication.shared_memory._group import SharedMemoryGroup
-from colossalai.communication.shared_memory._meeting import meet
-from colossalai.communication.shared_memory._membership import Membership, bound_of_machine, members
+from colossalai.communication.shared_memory._islands import form_island
+from colossalai.communication.shared_memory._membership import Membership, bound_of_machine, open_groups
 from colossalai.communication.shared_memory._segment import copy_bytes
 from colossalai.communication.shared_memory._slots import Slots
 from colossalai.communication.shared_memory._tensors import Bytes, bytes_of
@@ -45,7 +45,7 @@ _SMALL = 16 << 10  # up to so many bytes, leaders exchange whole tensors, which 
 _PART = 4 << 20  # bytes of a sum that leaders exchange at once; it bounds their receive buffers
 
 
-def how_ranks_talk(group: dist.ProcessGroup | None = None) -> str:
+def transport_of(group: dist.ProcessGroup | None = None) -> str:
     """Return the transport of a group: "shared memory", "gloo", or both if it has several machines.
 
     Args:
@@ -62,7 +62,7 @@ def is_within_machine(group: dist.ProcessGroup) -> bool:
     return isinstance(group, SharedMemoryGroup) and group.collectives is within
 
 
-def empty_to_lend(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
+def empty_in_arena(group: dist.ProcessGroup, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
     """Return a flat tensor that all ranks of a group can read in place; None if that is not possible.
 
     Args:
@@ -100,25 +100,25 @@ def make_group(options: Any) -> Any:
     if not isinstance(timeout, timedelta):
         timeout = timedelta(seconds=timeout)
     store = dist.PrefixStore(SHARED_MEMORY, options.store)
-    island = meet(
+    island = form_island(
         store,
         rank,
         num_ranks,
         timeout=timeout,
-        budget=members.budget(num_ranks),
-        arenas=members.arenas,
+        budget=open_groups.budget(num_ranks),
+        arenas=open_groups.arenas,
         arena_size=bound_of_machine() // 2,
     )
-    everybody = None
+    all_ranks = None
     if len(island.machines) > 1 or island.segment is None:
-        everybody = _gloo("gloo", options.store, rank, num_ranks, timeout)
+        all_ranks = _gloo("gloo", options.store, rank, num_ranks, timeout)
     if island.segment is None:
         if island.reason:
             get_dist_logger().log_once(
                 f"the ranks of this machine talk over gloo, not through its memory: {island.reason}",
                 level="WARNING",
             )
-        return everybody
+        return all_ranks
     ranks = list(options.global_ranks_in_group) or list(range(num_ranks))
     record = CallLog(str(options.group_id))
 
@@ -129,13 +129,13 @@ def make_group(options: Any) -> Any:
         island, ranks=[ranks[index] for index in island.ranks], where=where, timeout=timeout.total_seconds()
     )
     across: AcrossMachines | None = None
-    if everybody is not None:
+    if all_ranks is not None:
         leaders = None
         if island.index == 0:
             place = island.machines.index(island.ranks)
             leaders = _gloo("leaders", options.store, place, len(island.machines), timeout)
         across = AcrossMachines(
-            everybody,
+            all_ranks,
             leaders,
             machines=island.machines,
             rank=rank,
@@ -162,7 +162,7 @@ class AcrossMachines:
     rank's machine.
 
     Args:
-        everybody: Gloo group of all ranks.
+        all_ranks: Gloo group of all ranks.
         leaders: Gloo group of the first ranks of the machines, in their order; None on the other ranks.
         machines: Group ranks of each machine, in the order of the first ones.
         rank: Rank of this process in the group.
@@ -173,7 +173,7 @@ class AcrossMachines:
 
     def __init__(
         self,
-        everybody: dist.ProcessGroup,
+        all_ranks: dist.ProcessGroup,
         leaders: dist.ProcessGroup | None,
         *,
         machines: Sequence[Sequence[int]],
@@ -182,11 +182,11 @@ class AcrossMachines:
         where: Callable[[], str],
         timeout: Callable[[], float],
     ) -> None:
-        self._everybody = everybody
+        self._all_ranks = all_ranks
         self._leaders = leaders
         self._machines = machines
-        self._here = next(place for place, those in enumerate(machines) if rank in those)
-        self._elsewhere = [place for place in range(len(machines)) if place != self._here]
+        self._own_machine = next(place for place, those in enumerate(machines) if rank in those)
+        self._other_machines = [place for place in range(len(machines)) if place != self._own_machine]
         self._num_ranks = len(ranks)
         self._ranks = ranks
         self._where = where
@@ -217,11 +217,11 @@ class AcrossMachines:
         total = wide.clone()  # the tensors of the other ranks are not modified
         within.reduce(slots, call, total)
         if self._meet_leaders(call):
-            if self._here == place:
+            if self._own_machine == place:
                 self._add_from_leaders(total, call.reduction)
             else:
                 self._exchange({place: total}, {})
-        if self._here == place:
+        if self._own_machine == place:
             within.broadcast(slots, call, *bytes_of(total))
             if self._machines[place][slots.rank] == call.root:
                 tensor.copy_(total)
@@ -232,10 +232,10 @@ class AcrossMachines:
         total = wide.clone() if wide is source else wide
         within.reduce(slots, call, total)
         sections = total.view(self._num_ranks, -1)
-        mine = sections[list(self._machines[self._here])]  # (ranks here, n)
+        mine = sections[list(self._machines[self._own_machine])]  # (ranks here, n)
         if self._meet_leaders(call):
-            blocks = {place: sections[list(self._machines[place])] for place in self._elsewhere}
-            found = {place: torch.empty_like(mine) for place in self._elsewhere}
+            blocks = {place: sections[list(self._machines[place])] for place in self._other_machines}
+            found = {place: torch.empty_like(mine) for place in self._other_machines}
             self._exchange(blocks, found)
             self._combine(mine, found, call.reduction)
         own = output if wide is source else wide.new_empty(output.shape)
@@ -249,18 +249,18 @@ class AcrossMachines:
         self, slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int
     ) -> None:
         """Copy bytes of each rank to all ranks."""
-        here = [targets[rank] for rank in self._machines[self._here]]
+        here = [targets[rank] for rank in self._machines[self._own_machine]]
         within.all_gather(slots, call, here, source, num_bytes)
         call = call._replace(island_root=0)
         blocks = {
             place: _block([targets[rank] for rank in self._machines[place]], num_bytes)
-            for place in self._elsewhere
+            for place in self._other_machines
         }
         if self._meet_leaders(call):
             own = _block(here, num_bytes)
             for index, address in enumerate(here):
                 copy_bytes(own.data_ptr() + index * num_bytes, address, num_bytes)
-            self._exchange(dict.fromkeys(self._elsewhere, own), blocks)
+            self._exchange(dict.fromkeys(self._other_machines, own), blocks)
         for place, block in blocks.items():
             within.broadcast(slots, call, *bytes_of(block))
             for index, rank in enumerate(self._machines[place]):
@@ -269,7 +269,7 @@ class AcrossMachines:
     def broadcast(self, slots: Slots, call: Call, address: int, num_bytes: int) -> None:
         """Replace bytes by the root's bytes."""
         place, index = self._find(call.root)
-        if self._here == place:
+        if self._own_machine == place:
             within.broadcast(slots, call._replace(island_root=index), address, num_bytes)
         if self._meet_leaders(call):
             assert self._leaders is not None
@@ -277,7 +277,7 @@ class AcrossMachines:
             options.rootRank, options.rootTensor = place, 0
             if num_bytes:
                 self._leaders.broadcast([_bytes_at(address, num_bytes)], options).wait()
-        if self._here != place:
+        if self._own_machine != place:
             within.broadcast(slots, call._replace(island_root=0), address, num_bytes)
 
     # Over gloo, after the ranks of a machine have agreed on the call.
@@ -291,7 +291,7 @@ class AcrossMachines:
         inputs = torch.cat([_bytes_at(*source) for source in sources])
         found = inputs.new_empty(sum(part.numel() for part in outputs))
         sizes = [part.numel() for part in outputs]
-        self._everybody.alltoall_base(found, inputs, sizes, [size for _, size in sources]).wait()
+        self._all_ranks.alltoall_base(found, inputs, sizes, [size for _, size in sources]).wait()
         for output, part in zip(outputs, found.split(sizes), strict=True):
             output.copy_(part)
 
@@ -302,7 +302,7 @@ class AcrossMachines:
         options.rootRank = call.root
         outputs = [[_bytes_at(target, num_bytes) for target in targets]] if targets else []
         if num_bytes:
-            self._everybody.gather(outputs, [_bytes_at(source, num_bytes)], options).wait()
+            self._all_ranks.gather(outputs, [_bytes_at(source, num_bytes)], options).wait()
 
     def scatter(self, slots: Slots, call: Call, target: int, sources: Sequence[int], num_bytes: int) -> None:
         """Copy bytes from the root to each rank. `sources` has an address per rank there, else is empty."""
@@ -311,34 +311,34 @@ class AcrossMachines:
         options.rootRank = call.root
         inputs = [[_bytes_at(source, num_bytes) for source in sources]] if sources else []
         if num_bytes:
-            self._everybody.scatter([_bytes_at(target, num_bytes)], inputs, options).wait()
+            self._all_ranks.scatter([_bytes_at(target, num_bytes)], inputs, options).wait()
 
     def all_reduce_sparse(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         """Replace a sparse tensor by the sum over all ranks, in gloo's order."""
         within.barrier(slots, call)
-        self._everybody.allreduce([tensor]).wait()
+        self._all_ranks.allreduce([tensor]).wait()
         if call.reduction == "AVG":
             tensor.copy_(tensor / self._num_ranks)
 
     # Messages.
 
-    def send(self, data: torch.Tensor, target: int, tag: int, doing: Callable[[], str]) -> dist.Work:
+    def send(self, data: torch.Tensor, target: int, tag: int, describe: Callable[[], str]) -> dist.Work:
         """Start to send a contiguous tensor to a rank."""
-        return self._everybody.send([data], target, tag)
+        return self._all_ranks.send([data], target, tag)
 
     def receive(
         self,
         data: torch.Tensor,
         source: int | None,
         tag: int,
-        doing: Callable[[], str],
+        describe: Callable[[], str],
         then: Callable[[], object] | None = None,
     ) -> dist.Work:
         """Start to receive a contiguous tensor from a rank, or from any; `then` is called on arrival."""
         if source is None:
-            work = self._everybody.recv_anysource([data], tag)
+            work = self._all_ranks.recv_anysource([data], tag)
         else:
-            work = self._everybody.recv([data], source, tag)
+            work = self._all_ranks.recv([data], source, tag)
         return work if then is None else _ReceivingWork(work, data, then)
 
     # Leaders.
@@ -360,18 +360,21 @@ class AcrossMachines:
         # Leaders exchange headers before any data: in a mismatched call, a leader would receive foreign data.
         header = call.packed()
         own = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        told = {place: torch.empty_like(own) for place in self._elsewhere}
+        received = {place: torch.empty_like(own) for place in self._other_machines}
         try:
-            self._exchange(dict.fromkeys(self._elsewhere, own), told)
+            self._exchange(dict.fromkeys(self._other_machines, own), received)
         except RuntimeError as error:
             if "timed out" not in str(error).lower():
                 raise
-            late = [self._ranks[self._machines[place][0]] for place in self._elsewhere]
+            late = [self._ranks[self._machines[place][0]] for place in self._other_machines]
             raise dist.DistBackendError(
                 f"not all of the other machines, whose first ranks are {late}, have come to "
                 f"{call.described(self._where())} within {self._timeout():g} s"
             ) from error
-        headers = {self._here: header, **{place: bytes(found.tolist()) for place, found in told.items()}}
+        headers = {
+            self._own_machine: header,
+            **{place: bytes(found.tolist()) for place, found in received.items()},
+        }
         by_rank = {self._ranks[self._machines[place][0]]: text for place, text in sorted(headers.items())}
         if any(text[:AGREED_SIZE] != header[:AGREED_SIZE] for text in by_rank.values()):
             raise DisagreementError(disagreement(self._where(), by_rank))
@@ -400,25 +403,26 @@ class AcrossMachines:
                 self._add_from_leaders(part, reduction, sends=True)
                 continue
             sections = list(part.tensor_split(len(self._machines)))
-            mine = sections[self._here]
-            found = {place: torch.empty_like(mine) for place in self._elsewhere}
-            self._exchange({place: sections[place] for place in self._elsewhere}, found)
+            mine = sections[self._own_machine]
+            found = {place: torch.empty_like(mine) for place in self._other_machines}
+            self._exchange({place: sections[place] for place in self._other_machines}, found)
             self._combine(mine, found, reduction)
             # The sends of these sections are complete since the last exchange, so they can be overwritten.
             self._exchange(
-                dict.fromkeys(self._elsewhere, mine), {place: sections[place] for place in self._elsewhere}
+                dict.fromkeys(self._other_machines, mine),
+                {place: sections[place] for place in self._other_machines},
             )
 
     def _add_from_leaders(self, tensor: torch.Tensor, reduction: str, *, sends: bool = False) -> None:
         """Reduce the tensors of all leaders into this leader's flat tensor."""
-        found = {place: torch.empty_like(tensor) for place in self._elsewhere}
-        self._exchange(dict.fromkeys(self._elsewhere, tensor) if sends else {}, found)
+        found = {place: torch.empty_like(tensor) for place in self._other_machines}
+        self._exchange(dict.fromkeys(self._other_machines, tensor) if sends else {}, found)
         self._combine(tensor, found, reduction)
 
     def _combine(self, own: torch.Tensor, found: Mapping[int, torch.Tensor], reduction: str) -> None:
         """Reduce the tensors of all leaders, in the order of machines, into this leader's tensor."""
         terms = [found.get(place, own) for place in range(len(self._machines))]
-        total = own if self._here == 0 else torch.empty_like(own)
+        total = own if self._own_machine == 0 else torch.empty_like(own)
         within.combine(total, terms, "SUM" if reduction == "AVG" else reduction)
         if reduction == "AVG":
             total.div_(self._num_ranks)

@@ -41,7 +41,7 @@ class PostedReceive:
         source: Index of the sender; None for any.
         tag: Tag of the message.
         data: Contiguous tensor for the message.
-        doing: Returns the name of the message.
+        describe: Returns the name of the message.
         found: Index of the actual sender, after the match.
     """
 
@@ -49,7 +49,7 @@ class PostedReceive:
     source: int | None
     tag: int
     data: torch.Tensor
-    doing: Callable[[], str]
+    describe: Callable[[], str]
     found: int | None = None
 
 
@@ -62,16 +62,16 @@ class Matching:
 
     def __init__(self, others: Sequence[int]) -> None:
         self._posted: list[PostedReceive] = []
-        self._kept: dict[int, list[IncomingMessage]] = {other: [] for other in others}
+        self._unexpected: dict[int, list[IncomingMessage]] = {other: [] for other in others}
 
     def post(self, posted: PostedReceive) -> IncomingMessage | None:
         """Return the oldest kept message that matches a receive; without one, queue the receive."""
-        for source in self._kept if posted.source is None else (posted.source,):
-            for message in self._kept[source]:
+        for source in self._unexpected if posted.source is None else (posted.source,):
+            for message in self._unexpected[source]:
                 if message.tag == posted.tag and message.receiver is None:
                     message.receiver, posted.found = posted, source
                     if message.has_arrived:
-                        self._kept[source].remove(message)
+                        self._unexpected[source].remove(message)
                     return message
         self._posted.append(posted)
         return None
@@ -86,17 +86,19 @@ class Matching:
                 self._posted.remove(posted)
                 posted.found = source
                 fits = length <= posted.data.nbytes
-                return IncomingMessage(tag, length, posted.data if fits else _spare(length), receiver=posted)
-        arriving = IncomingMessage(tag, length, _spare(length))
-        self._kept[source].append(arriving)
+                return IncomingMessage(
+                    tag, length, posted.data if fits else _new_buffer(length), receiver=posted
+                )
+        arriving = IncomingMessage(tag, length, _new_buffer(length))
+        self._unexpected[source].append(arriving)
         return arriving
 
     def complete(self, source: int, message: IncomingMessage) -> PostedReceive | None:
         """Complete the arrival of a message; return its receive, if there is one."""
-        if message.receiver is not None and message in self._kept[source]:
-            self._kept[source].remove(message)
+        if message.receiver is not None and message in self._unexpected[source]:
+            self._unexpected[source].remove(message)
         return message.receiver
 
 
-def _spare(length: int) -> torch.Tensor:
+def _new_buffer(length: int) -> torch.Tensor:
     return torch.empty(length, dtype=torch.uint8, device="cpu")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from colossalai.communication.shared_memory._counters import Counters, waiting_of_this_system
-from colossalai.communication.shared_memory._meeting import Island
+from colossalai.communication.shared_memory._islands import Island
 from colossalai.communication.shared_memory._messages import Messages
 from colossalai.communication.shared_memory._segment import LEAST_BYTES, Arenas, Segment
 from colossalai.communication.shared_memory._slots import Slots
@@ -25,7 +25,7 @@ _END_S = 2.0  # time limit of the join of a thread
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
-class Members:
+class OpenGroups:
     """Open groups of this process, and their total memory.
 
     Attributes:
@@ -91,7 +91,7 @@ def bound_of_machine(environment: Mapping[str, str] = os.environ) -> int:
     return int(found[1]) * _UNITS[found[2]]
 
 
-members = Members()
+open_groups = OpenGroups()
 """Open groups of this process."""
 
 
@@ -103,7 +103,7 @@ class Membership:
         ranks: Global ranks of the island, by index.
         where: Returns the name of the group for messages.
         timeout: Time limit of the waits for other ranks, in seconds.
-        open_members: Open groups of this process.
+        open_groups: Open groups of this process.
     """
 
     def __init__(
@@ -113,21 +113,21 @@ class Membership:
         ranks: Sequence[int],
         where: Callable[[], str],
         timeout: float,
-        open_members: Members = members,
+        open_groups: OpenGroups = open_groups,
     ) -> None:
         segment, layout = island.segment, island.layout
         assert segment is not None, "an island without memory has no members"
         self._segment: Segment = segment
         self._num_ranks = layout.num_ranks
         self._can_lend = layout.num_ranks > 1 and len(island.arenas) == layout.num_ranks - 1
-        self._members = open_members
+        self._open_groups = open_groups
         self._pid = os.getpid()
         self._is_closed = False
         self._closing = threading.Lock()
         waiting = waiting_of_this_system()
         self._progress = Counters(segment, layout.progress, waiting, layout.num_ranks)
         self.watch = Watch(
-            segment, layout, island.index, ranks=ranks, pids=island.pids, ends=open_members.ends, where=where
+            segment, layout, island.index, ranks=ranks, pids=island.pids, ends=open_groups.ends, where=where
         )
         self.slots = Slots(
             segment,
@@ -136,8 +136,8 @@ class Membership:
             counters=self._progress,
             watch=self.watch,
             timeout=timeout,
-            budget=lambda: self._members.budget(layout.num_ranks) + self.slots.num_reserved,
-            own=open_members.arenas.current() if self._can_lend else None,
+            budget=lambda: self._open_groups.budget(layout.num_ranks) + self.slots.num_reserved,
+            own=open_groups.arenas.current() if self._can_lend else None,
             arenas=island.arenas,
         )
         self.messages = Messages(
@@ -149,10 +149,10 @@ class Membership:
             controls=Counters(segment, layout.controls, waiting, layout.num_ranks),
             watch=self.watch,
             timeout=timeout,
-            may_reserve=lambda size: size <= self._members.budget(layout.num_ranks),
+            may_reserve=lambda size: size <= self._open_groups.budget(layout.num_ranks),
         )
         self.calls = CallQueue()
-        open_members.add(self)
+        open_groups.add(self)
 
     @property
     def num_reserved(self) -> int:
@@ -166,18 +166,18 @@ class Membership:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a flat tensor that the other ranks can read in place; None if there is no room."""
-        arena = self._members.arenas.current() if self._can_lend and self.is_of_this_process else None
+        arena = self._open_groups.arenas.current() if self._can_lend and self.is_of_this_process else None
         num_bytes = numel * dtype.itemsize
-        if arena is None or not LEAST_BYTES <= num_bytes <= self._members.arena_budget(self._num_ranks):
+        if arena is None or not LEAST_BYTES <= num_bytes <= self._open_groups.arena_budget(self._num_ranks):
             return None
         return arena.empty(numel, dtype)
 
-    def give_up(self, error: BaseException, doing: str) -> None:
+    def give_up(self, error: BaseException, call: str) -> None:
         """Publish the error of this rank, which fails the group on all ranks."""
         text = str(error) if isinstance(error, (dist.DistBackendError, RuntimeError)) else ""
         if not text or self.watch.is_closed:
             rank = self.watch.ranks[self.slots.rank]
-            text = f"rank {rank} has left {doing}: {type(error).__name__}{f': {error}' if str(error) else ''}"
+            text = f"rank {rank} has left {call}: {type(error).__name__}{f': {error}' if str(error) else ''}"
         self.watch.give_up(text, self._progress)
 
     def close(self) -> None:
@@ -186,7 +186,7 @@ class Membership:
             if self._is_closed or not self.is_of_this_process:
                 return
             self._is_closed = True
-        self._members.discard(self)
+        self._open_groups.discard(self)
         self.watch.is_closed = True
         self.watch.leave()
         self.calls.stop(_END_S)

@@ -6,7 +6,7 @@ larger than the mailbox is sent in pieces, as the receiver makes room. A receive
 arrival and matches them by sender and tag. A message without a matching receive is kept in a separate buffer,
 so that it does not block later ones.
 
-[Note: who moves a message]
+[Note: progress of messages]
 `isend` writes as much of a message to the mailbox as fits; the rest stays in the sender's queue. `irecv`
 reads the bytes that have arrived. Later, every thread that waits for a message moves all messages as far as
 possible, and sleeps on the rank's *bell*, which the other ranks ring at every step. Possibly no thread waits:
@@ -34,7 +34,7 @@ from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Coun
 from colossalai.communication.shared_memory._layout import SegmentLayout
 from colossalai.communication.shared_memory._matching import IncomingMessage, Matching, PostedReceive
 from colossalai.communication.shared_memory._segment import NoMemoryError, Segment, copy_bytes
-from colossalai.communication.shared_memory._watch import Patience, Watch
+from colossalai.communication.shared_memory._watch import WaitLimit, Watch
 from colossalai.communication.shared_memory._work import SharedWork, check_process
 from colossalai.monitor import lost_ranks
 
@@ -42,7 +42,7 @@ _HEADER = struct.Struct("<qQ")  # tag, length
 _PIECE = 256 << 10  # bytes that are copied before the counter is updated
 _TURN = 1 << 20  # bytes that a thread moves before it releases the lock
 _LEAST_MAILBOX = 64 << 10
-_COURIER_S = 5.0  # between two polls of the message thread without an alarm
+_MESSAGE_THREAD_S = 5.0  # between two polls of the message thread without an alarm
 
 # Indices of words in a sender's control line, after the counter.
 _MARK, _CAPACITY = 1, 2
@@ -77,7 +77,7 @@ class MessageWork(SharedWork):
         messages: Messages of the group.
         tensor: Tensor of the message.
         peer: Index of the other rank; None for any.
-        doing: Returns the name of the message.
+        describe: Returns the name of the message.
         then: Called after the arrival of the message.
     """
 
@@ -86,14 +86,14 @@ class MessageWork(SharedWork):
         messages: "Messages",
         tensor: torch.Tensor,
         peer: int | None,
-        doing: Callable[[], str],
+        describe: Callable[[], str],
         then: Callable[[], object] | None = None,
     ) -> None:
         super().__init__([tensor])
         self._then = then
         self._messages = messages
         self._peer = peer
-        self.doing = doing
+        self.describe = describe
         self._pid = os.getpid()
         self.source = -1 if peer is None else peer
 
@@ -159,27 +159,27 @@ class Messages:
         self._in = {other: _Inbox() for other in range(layout.num_ranks) if other != rank}
         self._matching = Matching(tuple(self._in))
         self._sending, self._receiving = threading.Lock(), threading.Lock()
-        self._courier: threading.Thread | None = None
+        self._message_thread: threading.Thread | None = None
         self._is_stopped = False
         self._num_waiting = 0
-        self._next_look = 0.0
+        self._next_check = 0.0
         self.num_reserved = 0
 
-    def send(self, data: torch.Tensor, target: int, tag: int, doing: Callable[[], str]) -> SharedWork:
+    def send(self, data: torch.Tensor, target: int, tag: int, describe: Callable[[], str]) -> SharedWork:
         """Start to send a contiguous tensor to a rank.
 
         Raises:
             DistBackendError: The other rank has ended, or some rank has given up.
             NoMemoryError: The machine has no memory for a mailbox.
         """
-        self._check(target, doing)
-        work = MessageWork(self, data, target, doing)
+        self._check(target, describe)
+        work = MessageWork(self, data, target, describe)
         with self._sending:
             self._open_mailbox(target)
             self._out[target].queue.append(_Outgoing(work, tag, data))
             self._push(target)
         if not work._is_done:
-            self._call_courier()
+            self._start_message_thread()
         return work
 
     def receive(
@@ -187,7 +187,7 @@ class Messages:
         data: torch.Tensor,
         source: int | None,
         tag: int,
-        doing: Callable[[], str],
+        describe: Callable[[], str],
         then: Callable[[], object] | None = None,
     ) -> SharedWork:
         """Start to receive a contiguous tensor from a rank, or from any; `then` is called on arrival.
@@ -196,8 +196,8 @@ class Messages:
             DistBackendError: Some rank has given up.
         """
         self._watch.check()
-        work = MessageWork(self, data, source, doing, then)
-        posted = PostedReceive(work, source, tag, data, doing)
+        work = MessageWork(self, data, source, describe, then)
+        posted = PostedReceive(work, source, tag, data, describe)
         with self._receiving:
             kept = self._matching.post(posted)
             if kept is None:
@@ -206,7 +206,7 @@ class Messages:
             elif kept.has_arrived:
                 self._deliver(kept, posted)
         if not work._is_done:
-            self._call_courier()
+            self._start_message_thread()
         return work
 
     def wait_for(self, work: MessageWork, peer: int | None, timeout: float | None) -> None:
@@ -216,10 +216,10 @@ class Messages:
             DistBackendError: The other rank has ended, some rank has given up, or the time limit is over.
         """
         others = set(self._in) if peer is None else {peer}
-        patience = Patience(
+        wait_limit = WaitLimit(
             self._watch,
             lambda: self._awaited(work, others),
-            doing=work.doing,
+            describe=work.describe,
             timeout=self._timeout if timeout is None else timeout,
             is_for_any=peer is None,
         )
@@ -228,10 +228,10 @@ class Messages:
             while not work._is_done:
                 seen = self._bells.value(self._rank)
                 if not self.move() and not work._is_done:
-                    patience.look()
+                    wait_limit.check()
                     self._bells.wait_for_change(self._rank, seen, SLICE_S)
         except dist.DistBackendError as error:
-            if timeout is None or not patience.is_over:  # otherwise only this caller's limit is over
+            if timeout is None or not wait_limit.is_over:  # otherwise only this caller's limit is over
                 self._watch.give_up(str(error), self._bells)
             raise
         finally:
@@ -245,17 +245,19 @@ class Messages:
                     pass
         return set() if work._is_done else others
 
-    def _check(self, target: int, doing: Callable[[], str]) -> None:
+    def _check(self, target: int, describe: Callable[[], str]) -> None:
         """Check every `SLICE_S` that the target is alive: sends that fit into the mailbox would not fail."""
         self._watch.check()
         now = time.monotonic()
-        if now < self._next_look:
+        if now < self._next_check:
             return
-        self._next_look = now + SLICE_S
-        left = self._watch.left()
-        if target in left | self._watch.gone():
+        self._next_check = now + SLICE_S
+        departed_ranks = self._watch.departed_ranks()
+        if target in departed_ranks | self._watch.ended_ranks():
             ranks = [self._watch.ranks[target]]
-            error = dist.DistBackendError(lost_ranks(ranks, doing(), have_ended=target not in left))
+            error = dist.DistBackendError(
+                lost_ranks(ranks, describe(), have_ended=target not in departed_ranks)
+            )
             self._watch.give_up(str(error), self._bells)
             raise error
 
@@ -280,11 +282,11 @@ class Messages:
     def stop(self, timeout: float) -> None:
         """End the message thread of this rank."""
         self._is_stopped = True
-        if self._courier is not None:
+        if self._message_thread is not None:
             self._alarms.ring(self._rank)
-            if self._courier is not threading.current_thread():
-                self._courier.join(timeout)
-            self._courier = None
+            if self._message_thread is not threading.current_thread():
+                self._message_thread.join(timeout)
+            self._message_thread = None
 
     # Sending, under `_sending`.
 
@@ -414,7 +416,7 @@ class Messages:
         error = None
         if message.length > posted.data.nbytes:
             error = dist.DistBackendError(
-                f"{posted.doing()}: the message has {message.length} bytes, and the tensor for it "
+                f"{posted.describe()}: the message has {message.length} bytes, and the tensor for it "
                 f"{posted.data.nbytes}"
             )
         elif message.data is not posted.data:
@@ -426,24 +428,26 @@ class Messages:
 
     def _finish(self, work: "MessageWork", error: Exception | None = None) -> None:
         work.finish(error)
-        if self._num_waiting > (threading.current_thread() is not self._courier):
+        if self._num_waiting > (threading.current_thread() is not self._message_thread):
             self._bells.ring(self._rank)  # another thread can be waiting for this message
 
-    # The courier, the message thread; see [Note: who moves a message].
+    # The message thread; see [Note: progress of messages].
 
-    def _call_courier(self) -> None:
-        if self._courier is None and not self._is_stopped:
-            self._courier = threading.Thread(target=self._carry, name="colossalai-messages", daemon=True)
-            self._courier.start()
+    def _start_message_thread(self) -> None:
+        if self._message_thread is None and not self._is_stopped:
+            self._message_thread = threading.Thread(
+                target=self._run_message_thread, name="colossalai-messages", daemon=True
+            )
+            self._message_thread.start()
 
-    def _carry(self) -> None:
+    def _run_message_thread(self) -> None:
         while not self._is_stopped:
             seen = self._alarms.value(self._rank)
             with torch.inference_mode():
                 while self.move():
                     pass
             if not self._is_stopped:
-                self._alarms.wait_for_change(self._rank, seen, _COURIER_S, spins=False)
+                self._alarms.wait_for_change(self._rank, seen, _MESSAGE_THREAD_S, spins=False)
 
     # Indices of control lines.
 

@@ -4,7 +4,7 @@ A segment is sparse: all of it is mapped, and only reserved ranges take memory. 
 is written: on the first touch of an unreserved page without free memory the system would kill the process
 with SIGBUS, while a failed reservation is an error that can be handled.
 
-[Note: who shares a machine]
+[Note: detection of shared machines]
 Host names do not identify a machine: containers of one machine have different names, and machines with the
 same image can have equal names. So a process publishes paths to its segment. A process that can open one of
 them, and finds the segment's token there, shares the machine's memory. The first path is `/proc/PID/fd/N` of
@@ -17,7 +17,7 @@ that is sent repeatedly, such as a bucket of gradients, can be allocated there i
 collectives then skip the copy into a slot. An arena is address space, in which blocks are reserved as tensors
 are made; freed blocks are kept for reuse up to a bound.
 
-[Note: who writes while others read]
+[Note: access to lent operands]
 A call lends its operand if that is in the arena of its rank. Each rank decides alone, and its header has the
 offset of the operand. p ranks, an operand of p sections in each part:
 

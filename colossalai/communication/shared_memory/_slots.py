@@ -27,7 +27,7 @@ from colossalai.communication.shared_memory._layout import (
     HEADER,
     MOST_ROOM,
     START,
-    WORDS,
+    TEXT_SIZE,
     SegmentLayout,
 )
 from colossalai.communication.shared_memory._segment import (
@@ -37,7 +37,7 @@ from colossalai.communication.shared_memory._segment import (
     Segment,
     copy_bytes,
 )
-from colossalai.communication.shared_memory._watch import Patience, Watch
+from colossalai.communication.shared_memory._watch import WaitLimit, Watch
 from colossalai.monitor import DisagreementError
 
 BEGUN, WRITTEN, REDUCED, DONE = 0, 1, 2, 3  # phases of a part; each one includes those before
@@ -100,7 +100,7 @@ class Slots:
         self._header = b""
         self._unchecked: dict[int, bytes] = {}  # headers of parts without a wait for all ranks
         self._target = START
-        self._patience = Patience(watch, self._missing, doing=self._doing, timeout=timeout)
+        self._wait_limit = WaitLimit(watch, self._missing, describe=self._describe, timeout=timeout)
 
     # Parts: the steps of every collective.
 
@@ -117,8 +117,10 @@ class Slots:
         self._watch.check()
         self._call = call
         self._header = call.packed()
-        if call.words:  # before the header: readers of its stamp read the description
-            self._segment.write(self._layout.meaning(self.rank), call.words[:WORDS].ljust(WORDS, b"\0"))
+        if call.stamp_text:  # before the header: readers of its stamp read the description
+            self._segment.write(
+                self._layout.stamp_text(self.rank), call.stamp_text[:TEXT_SIZE].ljust(TEXT_SIZE, b"\0")
+            )
         self.make_room(num_bytes)
 
     def make_room(self, num_bytes: int) -> None:
@@ -133,12 +135,12 @@ class Slots:
     @contextmanager
     def limited(self, timeout: timedelta | None) -> Iterator[None]:
         """Change the time limit of waits within the block; None: no change."""
-        with self._patience.limited(None if timeout is None else timeout.total_seconds()):
+        with self._wait_limit.limited(None if timeout is None else timeout.total_seconds()):
             yield
 
     def timeout(self) -> float:
         """Return the present time limit of waits in seconds."""
-        return self._patience.timeout
+        return self._wait_limit.timeout
 
     def begin(self, extent: int = 0, *, is_even: bool = False) -> None:
         """Begin the next part: wait until its half of the slots is free, and write this rank's header.
@@ -150,9 +152,9 @@ class Slots:
         self._part += 1
         if extent or is_even:
             self._set_own_fields(OwnFields(self._call.room, extent, is_even))
-        self._patience.begin()
+        self._wait_limit.begin()
         # All ranks have to be DONE with the part that used this half before: it is overwritten now.
-        self._wait(self.others, self._value(DONE) - 2 * _PHASES, self._patience.look)
+        self._wait(self.others, self._value(DONE) - 2 * _PHASES, self._wait_limit.check)
         if self._part - 2 in self._unchecked:
             self._compare(self.others, self._part - 2, self._unchecked.pop(self._part - 2))
         self._segment.write(self._layout.header(self.rank, self._part), self._header)
@@ -172,11 +174,11 @@ class Slots:
             DisagreementError: A rank issues another call.
         """
         awaited = self.others if ranks is None else ranks
-        self._wait(awaited, self._value(phase), self._look)
+        self._wait(awaited, self._value(phase), self._check_begun)
         if phase == WRITTEN:
             self._compare(awaited, self._part, self._header)
 
-    def look_later(self) -> None:
+    def defer_check(self) -> None:
         """Defer the comparison of the headers of this part, which has no wait for all ranks, to `begin`."""
         self._unchecked[self._part] = self._header
 
@@ -185,7 +187,7 @@ class Slots:
         own = self._own_fields(rank)
         return own.extent, own.is_even
 
-    # Operands that are not copied; see [Note: who writes while others read] in _segment.py.
+    # Operands that are not copied; see [Note: access to lent operands] in _segment.py.
 
     def lend(self, address: int, num_bytes: int) -> bool:
         """Lend this call's operand to the other ranks, which read it in place, if it is in this rank's arena.
@@ -204,7 +206,7 @@ class Slots:
             self._set_own_fields(OwnFields(self._call.room, place=place))
         return place > 0
 
-    def look_for_loans(self) -> None:
+    def read_loans(self) -> None:
         """Read from the headers which ranks lend their operands; call this after `wait(WRITTEN)` for all."""
         if self._arenas:
             for rank in self.others:
@@ -212,7 +214,7 @@ class Slots:
 
     def end_loan(self) -> None:
         """Wait until all ranks are DONE with the operand, after the last part of a call that lends it."""
-        self._wait(self.others, self._value(DONE), self._look)
+        self._wait(self.others, self._value(DONE), self._check_begun)
 
     def operand(self, rank: int, at: int, count: int, dtype: torch.dtype, *, in_slot: int) -> torch.Tensor:
         """Return elements of another rank's operand, from its slot or its arena.
@@ -330,12 +332,12 @@ class Slots:
     def _value(self, phase: int) -> int:
         return (START + self._part * _PHASES + phase) & (2**32 - 1)
 
-    def _wait(self, ranks: Sequence[int], target: int, look: Callable[[], None]) -> None:
+    def _wait(self, ranks: Sequence[int], target: int, check: Callable[[], None]) -> None:
         self._target = target
         for rank in ranks:
-            self._counters.wait_for(rank, target, look)
+            self._counters.wait_for(rank, target, check)
 
-    def _look(self) -> None:
+    def _check_begun(self) -> None:
         """Compare the headers of all ranks that have begun this part; called between two slices of a wait.
 
         Two ranks that each expect the other one to be the root would publish nothing and wait for ever. So a
@@ -344,10 +346,10 @@ class Slots:
         begun = self._value(BEGUN)
         if is_behind(self._counters.value(self.rank), begun):
             self.publish(BEGUN)
-        come = [rank for rank in self.others if not is_behind(self._counters.value(rank), begun)]
+        begun_ranks = [rank for rank in self.others if not is_behind(self._counters.value(rank), begun)]
         self._counters.fence()
-        self._compare(come, self._part, self._header)
-        self._patience.look()
+        self._compare(begun_ranks, self._part, self._header)
+        self._wait_limit.check()
 
     def missing(self) -> list[int]:
         """Return the global ranks that this rank waits for now."""
@@ -356,7 +358,7 @@ class Slots:
     def _missing(self) -> set[int]:
         return {rank for rank in self.others if is_behind(self._counters.value(rank), self._target)}
 
-    def _doing(self) -> str:
+    def _describe(self) -> str:
         return self._call.described(self._watch.where())
 
     def _compare(self, ranks: Sequence[int], part: int, header: bytes) -> None:
@@ -365,25 +367,25 @@ class Slots:
             if self._segment.read(self._layout.header(rank, part), AGREED_SIZE) != mine:
                 headers = {
                     other: self._segment.read(self._layout.header(other, part), HEADER)
-                    for other in self._come_in_time(part)
+                    for other in self._begun_ranks(part)
                 }
-                by_rank = {self._watch.ranks[index]: said for index, said in headers.items()}
+                by_rank = {self._watch.ranks[index]: text for index, text in headers.items()}
                 by_rank[self._watch.ranks[self.rank]] = header
                 raise DisagreementError(
-                    disagreement(self._watch.where(), dict(sorted(by_rank.items())), self._meaning)
+                    disagreement(self._watch.where(), dict(sorted(by_rank.items())), self._stamp_text)
                 )
 
-    def _meaning(self, rank: int) -> str:
+    def _stamp_text(self, rank: int) -> str:
         """Return the description of the last stamp of a global rank."""
-        text = self._segment.read(self._layout.meaning(self._watch.ranks.index(rank)), WORDS)
+        text = self._segment.read(self._layout.stamp_text(self._watch.ranks.index(rank)), TEXT_SIZE)
         return text.rstrip(b"\0").decode(errors="replace")
 
-    def _come_in_time(self, part: int) -> list[int]:
+    def _begun_ranks(self, part: int) -> list[int]:
         """Return the other ranks that have begun a part, after a wait for late ones of at most `_LATE_S`."""
         begun, end = (START + part * _PHASES + BEGUN) & (2**32 - 1), time.monotonic() + _LATE_S
         while True:
             late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}
-            lost = self._watch.gone() | self._watch.left()
+            lost = self._watch.ended_ranks() | self._watch.departed_ranks()
             if late <= lost or self._watch.is_broken or time.monotonic() > end:
                 self._counters.fence()
                 return [rank for rank in self.others if rank not in late]

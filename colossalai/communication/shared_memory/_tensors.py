@@ -10,7 +10,7 @@ Result = TypeVar("Result")
 Bytes = tuple[int, int]  # address and number of bytes
 
 
-class Places:
+class StagedTensors:
     """Tensors that a call reads and writes: the user's, or contiguous copies of them."""
 
     def __init__(self) -> None:
@@ -64,24 +64,24 @@ class Places:
             ]
         return found
 
-    def both(self, tensor: torch.Tensor) -> torch.Tensor:
+    def in_out(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a contiguous tensor to read and to write."""
         found = self.target(tensor)
         if found is not tensor:
             found.copy_(tensor)
         return found
 
-    def all_both(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def all_in_out(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return contiguous tensors to read and to write; copies of all if one overlaps another."""
         if len(tensors) == 1:
-            return [self.both(tensors[0])]
+            return [self.in_out(tensors[0])]
         found = self.targets(tensors)
         for tensor, given in zip(found, tensors, strict=True):
             if tensor is not given:
                 tensor.copy_(given)
         return found
 
-    def source_apart(self, source: torch.Tensor, target: torch.Tensor, own: int = 0) -> torch.Tensor:
+    def separate_source(self, source: torch.Tensor, target: torch.Tensor, own: int = 0) -> torch.Tensor:
         """Return a contiguous source that begins at the address `own` or does not overlap the target."""
         found = self.source(source)
         begin, first = found.data_ptr(), target.data_ptr()
@@ -89,7 +89,7 @@ class Places:
             return found
         return self.source(found.clone())
 
-    def apart(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> torch.Tensor:
+    def separate_target(self, target: torch.Tensor, source: torch.Tensor, rank: int) -> torch.Tensor:
         """Return a target that is this rank's own section of a source or does not overlap the source."""
         begin, end = source.data_ptr(), source.data_ptr() + source.nbytes
         address = target.data_ptr()
@@ -110,7 +110,7 @@ class Places:
         return copy
 
 
-def apart_from_callers(call: Callable[..., Result], *args: Any) -> Result:
+def without_dispatch_modes(call: Callable[..., Result], *args: Any) -> Result:
     """Call a function outside of autograd and of the dispatch modes of the caller."""
     with torch.inference_mode(), torch._C.DisableTorchFunction():
         if torch._C._len_torch_dispatch_stack():

@@ -20,12 +20,12 @@ from contextlib import contextmanager
 import torch.distributed as dist
 
 from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Counters
-from colossalai.communication.shared_memory._layout import WORDS, SegmentLayout
+from colossalai.communication.shared_memory._layout import TEXT_SIZE, SegmentLayout
 from colossalai.communication.shared_memory._segment import Segment
 from colossalai.monitor import late_ranks, lost_ranks
 
 # Duration of a wait before it ends for a death outside of its group: errors within the group come first.
-_ELSEWHERE_S = 1.0
+_OTHER_GROUPS_S = 1.0
 
 
 class ProcessEnds:
@@ -39,9 +39,13 @@ class ProcessEnds:
         self.watches: weakref.WeakSet[Watch] = weakref.WeakSet()
         self._open: dict[int, tuple[int, int]] = {}  # by pid: descriptor and number of groups
 
-    def died(self) -> set[int]:
+    def dead_ranks(self) -> set[int]:
         """Return the global ranks whose processes have ended without leaving a group of this process."""
-        return {watch.ranks[index] for watch in list(self.watches) for index in watch.gone() - watch.left()}
+        return {
+            watch.ranks[index]
+            for watch in list(self.watches)
+            for index in watch.ended_ranks() - watch.departed_ranks()
+        }
 
     def open(self, pid: int) -> int | None:
         """Return a descriptor that becomes readable when a process ends; None if the system has none.
@@ -108,12 +112,12 @@ class Watch:
         self._poll = select.poll()
         self._polling = threading.Lock()  # a poll object refuses concurrent calls of waiting threads
         self._index_of: dict[int, int] = {}
-        self._gone: set[int] = set()  # ranks that had ended before the watch began
+        self._ended_before: set[int] = set()  # ranks that had ended before the watch began
         for index, pid in pids.items():
             try:
                 descriptor = ends.open(pid)
             except ProcessLookupError:
-                self._gone.add(index)
+                self._ended_before.add(index)
                 continue
             if descriptor is not None:
                 self._index_of[descriptor] = index
@@ -141,33 +145,33 @@ class Watch:
         if self.is_closed:
             raise dist.DistBackendError(f"the group was destroyed while a call {self.where()} was under way")
         if self.is_broken:
-            raise dist.DistBackendError(self._words())
+            raise dist.DistBackendError(self._error_text())
 
-    def gone(self) -> set[int]:
+    def ended_ranks(self) -> set[int]:
         """Return the indices of the ranks whose processes have ended."""
         index_of = self._index_of
         with self._polling:
             ended = {descriptor for descriptor, _ in self._poll.poll(0)}
-        return self._gone | {index_of[descriptor] for descriptor in ended if descriptor in index_of}
+        return self._ended_before | {index_of[descriptor] for descriptor in ended if descriptor in index_of}
 
-    def died_anywhere(self) -> set[int]:
+    def all_dead_ranks(self) -> set[int]:
         """Return the global ranks that have died, of all groups of this process."""
-        return self._ends.died()
+        return self._ends.dead_ranks()
 
-    def left(self) -> set[int]:
+    def departed_ranks(self) -> set[int]:
         """Return the indices of the ranks that have destroyed the group."""
         ranks = range(self._layout.num_ranks)
-        return {index for index in ranks if self._segment.words[self._left(index)]}
+        return {index for index in ranks if self._segment.words[self._departure_word(index)]}
 
     def leave(self) -> None:
         """Publish that this rank destroys the group: waits for it then fail."""
-        self._segment.words[self._left(self._rank)] = 1
+        self._segment.words[self._departure_word(self._rank)] = 1
 
     def give_up(self, words: str, counters: Counters) -> None:
         """Publish the error of this rank, unless another rank has given up before; wake all ranks."""
         if not self.is_broken:
-            text = words.encode()[: WORDS - 1]
-            self._segment.write(self._layout.words(self._rank), text.ljust(WORDS, b"\0"))
+            text = words.encode()[: TEXT_SIZE - 1]
+            self._segment.write(self._layout.error_text(self._rank), text.ljust(TEXT_SIZE, b"\0"))
             self._segment.words[self._broken] = 1
         for index in range(self._layout.num_ranks):
             counters.wake(index)
@@ -176,27 +180,27 @@ class Watch:
         """Return the global ranks of some indices, sorted."""
         return sorted(self.ranks[index] for index in indices)
 
-    def _left(self, index: int) -> int:
+    def _departure_word(self, index: int) -> int:
         """Return the index of the word that a rank sets when it leaves, next to its counter."""
         return (self._layout.progress + LINE * index) // 4 + 1
 
-    def _words(self) -> str:
+    def _error_text(self) -> str:
         for _ in range(2):
             for index in range(self._layout.num_ranks):
-                text = self._segment.read(self._layout.words(index), WORDS).rstrip(b"\0")
+                text = self._segment.read(self._layout.error_text(index), TEXT_SIZE).rstrip(b"\0")
                 if text:
                     return text.decode(errors="replace")
             time.sleep(SLICE_S)  # some processors show the mark before the words
         return f"a rank {self.where()} has given up"
 
 
-class Patience:
+class WaitLimit:
     """Wait of one thread for other ranks, with a time limit.
 
     Args:
         watch: Watch of the group.
         missing: Returns the indices of the ranks that are still awaited.
-        doing: Returns the name of the call.
+        describe: Returns the name of the call.
         timeout: Time limit in seconds.
         is_for_any: Whether any one of the awaited ranks suffices.
 
@@ -210,13 +214,13 @@ class Patience:
         watch: Watch,
         missing: Callable[[], set[int]],
         *,
-        doing: Callable[[], str],
+        describe: Callable[[], str],
         timeout: float,
         is_for_any: bool = False,
     ) -> None:
         self._watch = watch
         self._missing = missing
-        self._doing = doing
+        self._describe = describe
         self.timeout = timeout
         self._is_for_any = is_for_any
         self._deadline = 0.0
@@ -238,7 +242,7 @@ class Patience:
         finally:
             self.timeout = kept
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Check whether the wait can continue.
 
         Raises:
@@ -251,28 +255,28 @@ class Patience:
         if not self._deadline:
             self._deadline = now + self.timeout
         self._next = now + SLICE_S
-        self._look_for_losses(now - self._deadline + self.timeout)
+        self._check_losses(now - self._deadline + self.timeout)
         if now > self._deadline and (late := self._missing()):
             self.is_over = True
             raise dist.DistBackendError(
-                late_ranks(self._watch.global_ranks(late), self._doing(), self.timeout)
+                late_ranks(self._watch.global_ranks(late), self._describe(), self.timeout)
             )
 
-    def _look_for_losses(self, waited: float) -> None:
+    def _check_losses(self, waited: float) -> None:
         """Raise if an awaited rank is lost; the ended ranks are read first, then the missing ones."""
-        gone, left = self._watch.gone(), self._watch.left()
-        died = set(self._watch.global_ranks(gone - left))
-        if waited > _ELSEWHERE_S:
-            died |= self._watch.died_anywhere()
-        missing = self._missing() if gone or left or died else set()
+        ended_ranks, departed_ranks = self._watch.ended_ranks(), self._watch.departed_ranks()
+        dead_ranks = set(self._watch.global_ranks(ended_ranks - departed_ranks))
+        if waited > _OTHER_GROUPS_S:
+            dead_ranks |= self._watch.all_dead_ranks()
+        missing = self._missing() if ended_ranks or departed_ranks or dead_ranks else set()
         if not missing:
             return
-        lost = (gone | left) & missing
+        lost = (ended_ranks | departed_ranks) & missing
         if self._is_for_any and lost != missing:
-            lost &= gone - left
-        ranks, have_ended = set(self._watch.global_ranks(lost)), bool(lost & (gone - left))
-        if not ranks and waited > _ELSEWHERE_S:
-            ranks, have_ended = died, True
+            lost &= ended_ranks - departed_ranks
+        ranks, have_ended = set(self._watch.global_ranks(lost)), bool(lost & (ended_ranks - departed_ranks))
+        if not ranks and waited > _OTHER_GROUPS_S:
+            ranks, have_ended = dead_ranks, True
         if ranks:
             self._watch.check()  # the error of a rank that has given up is more precise
-            raise dist.DistBackendError(lost_ranks(ranks, self._doing(), have_ended=have_ended))
+            raise dist.DistBackendError(lost_ranks(ranks, self._describe(), have_ended=have_ended))

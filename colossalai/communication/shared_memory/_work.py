@@ -4,7 +4,7 @@ A torch work made from a future reports success after an error, and a future who
 success in C++, at which DDP segfaults. So a work here stores its error, `wait` raises it, and its futures
 also fail in C++, because their callback raises it.
 
-[Note: who runs a call]
+[Note: execution of calls]
 The calls of a group run one at a time, in the order in which they were issued. A blocking call runs in its
 caller's thread if the queue of the group is empty and no call runs. All other calls are queued, and a thread
 of the group runs them. A thread that waits for a call which has not started runs the queue up to that call
@@ -111,7 +111,7 @@ class SharedWork(dist.Work):
                 return lambda: None
             self._error, self._is_done = error, True
             futures, self._futures = self._futures, []
-        return partial(_let_go_on, self._latch, futures)
+        return partial(_release_waiting, self._latch, futures)
 
     def _finish_waiting(self, timeout: float | None) -> None:
         self._await_latch(timeout)
@@ -155,7 +155,7 @@ class QueuedWork(SharedWork):
         calls: Queue of the group.
         run: Function that executes the call.
         tensors: Tensors of the results.
-        doing: Returns the name of the call and the ranks that it waits for.
+        describe: Returns the name of the call and the ranks that it waits for.
     """
 
     def __init__(
@@ -163,23 +163,23 @@ class QueuedWork(SharedWork):
         calls: "CallQueue",
         run: Callable[[], None],
         tensors: Sequence[torch.Tensor],
-        doing: Callable[[], str],
+        describe: Callable[[], str],
     ) -> None:
         super().__init__(tensors)
         self._calls: CallQueue | None = calls
         self._run: Callable[[], None] | None = run
-        self._doing: Callable[[], str] | None = doing
+        self._describe: Callable[[], str] | None = describe
         self._pid = os.getpid()
 
     def _end(self, error: BaseException | None) -> Callable[[], None]:
         """See the base class. The returned function does not refer to the group."""
-        let_go_on = super()._end(error)
-        self._doing = None
-        return let_go_on
+        release = super()._end(error)
+        self._describe = None
+        return release
 
     def _described(self) -> str:
-        doing = self._doing
-        return doing() if doing is not None else super()._described()
+        describe = self._describe
+        return describe() if describe is not None else super()._described()
 
     def execute(self) -> Callable[[], None]:
         """Run the call in the current thread; return the function that releases its waiting threads.
@@ -192,10 +192,10 @@ class QueuedWork(SharedWork):
         try:
             run()
         except BaseException as error:
-            let_go_on = self._end(error)
+            release = self._end(error)
             if isinstance(error, Exception):
-                return let_go_on
-            let_go_on()
+                return release
+            release()
             raise
         return self._end(None)
 
@@ -208,7 +208,7 @@ class QueuedWork(SharedWork):
 
 
 class CallQueue:
-    """Queue of the collectives of a group, in issue order; see [Note: who runs a call]."""
+    """Queue of the collectives of a group, in issue order; see [Note: execution of calls]."""
 
     def __init__(self) -> None:
         self._waiting: deque[QueuedWork] = deque()
@@ -234,11 +234,11 @@ class CallQueue:
                 self._wake()
 
     def start(
-        self, run: Callable[[], None], tensors: Sequence[torch.Tensor], doing: Callable[[], str]
+        self, run: Callable[[], None], tensors: Sequence[torch.Tensor], describe: Callable[[], str]
     ) -> SharedWork:
         """Queue a call and return its work; see `QueuedWork` for the arguments."""
         with self._ordering:
-            work = self._queued(run, tensors, doing)
+            work = self._queued(run, tensors, describe)
         self._wake()
         return work
 
@@ -266,19 +266,19 @@ class CallQueue:
             self._thread = None
 
     def _queued(
-        self, run: Callable[[], None], tensors: Sequence[torch.Tensor], doing: Callable[[], str]
+        self, run: Callable[[], None], tensors: Sequence[torch.Tensor], describe: Callable[[], str]
     ) -> QueuedWork:
-        work = QueuedWork(self, run, tensors, doing)
+        work = QueuedWork(self, run, tensors, describe)
         self._waiting.append(work)
         return work
 
     def _wake(self) -> None:
         if self._thread is None:
-            self._thread = threading.Thread(target=_work_off, args=(self,), name=THREAD_NAME, daemon=True)
+            self._thread = threading.Thread(target=_run_queue, args=(self,), name=THREAD_NAME, daemon=True)
             self._thread.start()
         self._tokens.put(True)
 
-    def _work_off_one(self) -> bool:
+    def _run_oldest(self) -> bool:
         """Run the oldest queued call, if another thread has not; return whether to continue."""
         if not self._tokens.get():
             return False
@@ -288,12 +288,12 @@ class CallQueue:
         return True
 
 
-def _let_go_on(latch: threading.Lock, futures: Sequence[Future[Any]]) -> None:
+def _release_waiting(latch: threading.Lock, futures: Sequence[Future[Any]]) -> None:
     latch.release()
     for future in futures:
         future.set_result(None)
 
 
-def _work_off(calls: CallQueue) -> None:
-    while calls._work_off_one():
+def _run_queue(calls: CallQueue) -> None:
+    while calls._run_oldest():
         pass

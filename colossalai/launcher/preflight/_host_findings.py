@@ -34,10 +34,10 @@ _SKEW_WARNING_S = 1.0  # above it time stamps of logs, and thus the first failur
 def check_versions(interpreters: Answers, packages: Answers, python: str) -> Iterator[Finding]:
     """Check that Python, torch and colossalai are those that most hosts have."""
     yield from unanswered("versions", packages)
-    spoken, known = values_of(interpreters), values_of(packages)
+    pythons, known = values_of(interpreters), values_of(packages)
     if not known:
         return
-    versions = {host: {"Python": spoken[host]["python"], **known[host]} for host in known}
+    versions = {host: {"Python": pythons[host]["python"], **known[host]} for host in known}
     names = list(next(iter(versions.values())))
     for host, have in versions.items():
         problems = []

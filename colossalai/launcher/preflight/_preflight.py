@@ -31,7 +31,7 @@ from colossalai.launcher.preflight._findings import (
     values_of,
 )
 from colossalai.launcher.preflight._network_findings import HostInterface
-from colossalai.launcher.preflight._probe_client import HostGoneError, ProbeClient
+from colossalai.launcher.preflight._probe_client import HostLostError, ProbeClient
 
 _PACKAGES = ("torch", "colossalai")
 _ALL_REDUCE_S = 60.0  # it imports torch
@@ -122,9 +122,9 @@ class _PreflightRun:
         places: dict[str, HostInterface] = {}
         try:
             reached = await self._contact()
-            self._do_without_absent(reached)
+            self._drop_absent_hosts(reached)
             if reached:
-                places = await self._examine(reached)
+                places = await self._check_reached(reached)
         finally:
             await asyncio.gather(*(node.end() for node in self.nodes.values()))
         order = {name: index for index, name in enumerate(self.all_names)}
@@ -144,7 +144,7 @@ class _PreflightRun:
         answers = await asyncio.gather(*(self._reach(node) for node in self.nodes.values()))
         return {name: answer for name, answer in zip(self.names, answers, strict=True) if answer is not None}
 
-    def _do_without_absent(self, reached: Answers) -> None:
+    def _drop_absent_hosts(self, reached: Answers) -> None:
         """Continue with the reachable hosts, if the job can; an absent host cannot be the master."""
         absent = {finding.host for finding in self.findings if finding.check == "ssh" and not finding.ok}
         present = [name for name in self.names if name not in absent]
@@ -162,15 +162,15 @@ class _PreflightRun:
     async def _reach(self, node: ProbeClient) -> Answer | None:
         try:
             await node.start()
-            answer = await node.ask("interpreter", timeout_s=self.request.contact_s)
+            answer = await node.query("interpreter", timeout_s=self.request.contact_s)
         except FileNotFoundError as error:
             todo = "install OpenSSH's client" if error.filename == "ssh" else "see that it is there"
             self.findings.append(
                 failed(node.host, "ssh", f"cannot run {error.filename} on this machine", todo)
             )
             return None
-        except HostGoneError as gone:
-            check, what, todo = explain_ssh(node.host, *gone.args)
+        except HostLostError as loss:
+            check, what, todo = explain_ssh(node.host, *loss.args)
             self.findings.append(failed(node.host, check, what, todo))
             return None
         if answer.error is not None:
@@ -182,78 +182,80 @@ class _PreflightRun:
         self.findings.append(fine(node.host, "ssh", f"{way}; its own name is {answer.value['hostname']}"))
         return answer
 
-    async def _examine(self, reached: Mapping[str, Answer]) -> dict[str, HostInterface]:
+    async def _check_reached(self, reached: Mapping[str, Answer]) -> dict[str, HostInterface]:
         hosts = list(reached)
         request = self.request
         first_path = _first_path(request)
         script = os.path.join(request.workdir, request.script or "")
-        asked: dict[str, Awaitable[dict[str, Answer]]] = {
-            "clock": self._ask(hosts, "clock"),  # first: nothing else delays it
-            "packages": self._ask(hosts, "packages", distributions=_PACKAGES, first_path=first_path),
-            "directory": self._ask(hosts, "directory", path=request.workdir),
-            "resolve": self._ask(hosts, "resolve", name=self.master_addr),
-            "interfaces": self._ask(hosts, "interfaces", toward=self.master_addr),
-            "memory": self._ask(hosts, "memory"),
-            "disk": self._ask(hosts, "disk", path=request.workdir),
-            "devices": self._ask(hosts, "devices"),
-            "lookups": self._ask(hosts, "lookups", addresses=[LOOPBACK]),
-            "port": self._ask([self.first] if self.first in hosts else [], "port", number=self.master_port),
+        queries: dict[str, Awaitable[dict[str, Answer]]] = {
+            "clock": self._query_all(hosts, "clock"),  # first: nothing else delays it
+            "packages": self._query_all(hosts, "packages", distributions=_PACKAGES, first_path=first_path),
+            "directory": self._query_all(hosts, "directory", path=request.workdir),
+            "resolve": self._query_all(hosts, "resolve", name=self.master_addr),
+            "interfaces": self._query_all(hosts, "interfaces", toward=self.master_addr),
+            "memory": self._query_all(hosts, "memory"),
+            "disk": self._query_all(hosts, "disk", path=request.workdir),
+            "devices": self._query_all(hosts, "devices"),
+            "lookups": self._query_all(hosts, "lookups", addresses=[LOOPBACK]),
+            "port": self._query_all(
+                [self.first] if self.first in hosts else [], "port", number=self.master_port
+            ),
         }
         if request.script is not None and request.is_module:
-            asked["script"] = self._ask(hosts, "module", name=request.script, first_path=first_path)
+            queries["script"] = self._query_all(hosts, "module", name=request.script, first_path=first_path)
         elif request.script is not None:
-            asked["script"] = self._ask(hosts, "script", path=script)
-        said = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
-        self._judge_hosts(reached, said)
-        return await self._judge_network(said)
+            queries["script"] = self._query_all(hosts, "script", path=script)
+        answers = dict(zip(queries, await asyncio.gather(*queries.values()), strict=True))
+        self._check_hosts(reached, answers)
+        return await self._check_network(answers)
 
-    def _judge_hosts(self, reached: Answers, said: Mapping[str, Answers]) -> None:
+    def _check_hosts(self, reached: Answers, answers: Mapping[str, Answers]) -> None:
         request, add = self.request, self.findings.extend
-        add(host_checks.check_versions(reached, said["packages"], request.python))
-        add(host_checks.check_directory(said["directory"], request.workdir))
+        add(host_checks.check_versions(reached, answers["packages"], request.python))
+        add(host_checks.check_directory(answers["directory"], request.workdir))
         if request.script is not None and request.is_module:
-            add(host_checks.check_module(said["script"], request.script))
+            add(host_checks.check_module(answers["script"], request.script))
         elif request.script is not None:
             path = os.path.join(request.workdir, request.script)
-            add(host_checks.check_script(said["script"], path, _own_script(Path(path))))
-        add(host_checks.check_clock(said["clock"]))
-        add(host_checks.check_memory(said["memory"], self.num_procs))
-        add(host_checks.check_disk(said["disk"]))
-        add(host_checks.check_devices(said["devices"], self.num_procs))
+            add(host_checks.check_script(answers["script"], path, _own_script(Path(path))))
+        add(host_checks.check_clock(answers["clock"]))
+        add(host_checks.check_memory(answers["memory"], self.num_procs))
+        add(host_checks.check_disk(answers["disk"]))
+        add(host_checks.check_devices(answers["devices"], self.num_procs))
 
-    async def _judge_network(self, said: Mapping[str, Answers]) -> dict[str, HostInterface]:
+    async def _check_network(self, answers: Mapping[str, Answers]) -> dict[str, HostInterface]:
         add = self.findings.extend
-        add(network_checks.check_lookups(said["lookups"], {LOOPBACK: "localhost"}))
-        address = list(network_checks.check_master_address(said["resolve"], self.master_addr))
-        if self.first in said["resolve"]:
-            resolved, interfaces = said["resolve"][self.first], said["interfaces"][self.first]
+        add(network_checks.check_lookups(answers["lookups"], {LOOPBACK: "localhost"}))
+        address = list(network_checks.check_master_address(answers["resolve"], self.master_addr))
+        if self.first in answers["resolve"]:
+            resolved, interfaces = answers["resolve"][self.first], answers["interfaces"][self.first]
             address += network_checks.check_master_is_first(
                 self.first, self.master_addr, resolved, interfaces
             )
         add(address)
         is_port_free = False
-        for host, answer in said["port"].items():
+        for host, answer in answers["port"].items():
             port = network_checks.check_port(host, answer)
             self.findings.append(port)
             is_port_free = port.ok
             self.master_port = answer.value["port"] if port.ok else self.master_port
         if len(self.names) == 1:
             return {}
-        places, wrong = network_checks.find_places(said["interfaces"], self.request.env)
+        places, wrong = network_checks.find_places(answers["interfaces"], self.request.env)
         add(wrong)
         distinct = list(network_checks.check_places(places))
         add(distinct)
         if all(finding.ok for finding in distinct):
             is_reachable = is_port_free and all(finding.ok for finding in address)
-            await self._judge_connections(places, has_master=is_reachable)
+            await self._check_connections(places, has_master=is_reachable)
         if self.request.has_all_reduce and all(finding.ok for finding in self.findings):
             add(await self._all_reduce(places))
         return places
 
-    async def _judge_connections(self, places: Mapping[str, HostInterface], *, has_master: bool) -> None:
+    async def _check_connections(self, places: Mapping[str, HostInterface], *, has_master: bool) -> None:
         """Have all hosts connect to all others, and to the port of the job on the first one."""
         token = secrets.token_hex(8)
-        listening = await self._ask_each(
+        listening = await self._query_each(
             {name: {"address": place.address, "port": 0, "token": token} for name, place in places.items()},
             "listen",
         )
@@ -270,9 +272,9 @@ class _PreflightRun:
         }
         owners = {place.address: name for name, place in places.items() if ":" not in place.address}
         exchanged, reached, looked_up = await asyncio.gather(
-            self._ask_each(arguments, "exchange", timeout_s=_EXCHANGE_S),
+            self._query_each(arguments, "exchange", timeout_s=_EXCHANGE_S),
             self._reach_master(list(places), token) if has_master else _nothing(),
-            self._ask([self.first] if self.first in places else [], "lookups", addresses=list(owners)),
+            self._query_all([self.first] if self.first in places else [], "lookups", addresses=list(owners)),
         )
         self.findings.extend(network_checks.check_lookups(looked_up, owners))
         self.findings.extend(unanswered("network", exchanged))
@@ -281,22 +283,24 @@ class _PreflightRun:
             for name, results in values_of(exchanged).items()
             for other, outcome in zip(targets[name], results, strict=True)
         }
-        talking = {name: place for name, place in places.items() if name in values_of(exchanged)}
-        self.findings.extend(network_checks.check_exchange(talking, outcomes))
+        connected = {name: place for name, place in places.items() if name in values_of(exchanged)}
+        self.findings.extend(network_checks.check_exchange(connected, outcomes))
         self.findings.extend(unanswered("master port", reached))
         by_host = {name: results[0] for name, results in values_of(reached).items()}
         self.findings.extend(network_checks.check_master_reached(self.first, self.master_port, by_host))
-        await self._ask(list(places), "close")
+        await self._query_all(list(places), "close")
 
     async def _reach_master(self, names: Sequence[str], token: str) -> dict[str, Answer]:
         """Have the first host listen on the port of the job, and the others connect to it by its name."""
-        heard = await self._ask([self.first], "listen", address="", port=self.master_port, token=token)
-        if heard[self.first].error is not None:
-            return heard
+        listening = await self._query_all(
+            [self.first], "listen", address="", port=self.master_port, token=token
+        )
+        if listening[self.first].error is not None:
+            return listening
         target = [self.master_addr, self.master_port]
         others = [name for name in names if name != self.first]
         arguments = {"targets": [target], "source_address": None, "token": token}
-        return await self._ask_each(dict.fromkeys(others, arguments), "exchange", timeout_s=_EXCHANGE_S)
+        return await self._query_each(dict.fromkeys(others, arguments), "exchange", timeout_s=_EXCHANGE_S)
 
     async def _all_reduce(self, places: Mapping[str, HostInterface]) -> list[Finding]:
         arguments = {
@@ -309,7 +313,7 @@ class _PreflightRun:
             }
             for rank, name in enumerate(self.names)
         }
-        answers = await self._ask_each(arguments, "all_reduce", timeout_s=_ALL_REDUCE_S)
+        answers = await self._query_each(arguments, "all_reduce", timeout_s=_ALL_REDUCE_S)
         findings = list(unanswered("all-reduce", answers))
         for name, seconds in values_of(answers).items():
             findings.append(
@@ -317,24 +321,24 @@ class _PreflightRun:
             )
         return findings
 
-    async def _ask(self, names: Sequence[str], question: str, **arguments: Any) -> dict[str, Answer]:
+    async def _query_all(self, names: Sequence[str], question: str, **arguments: Any) -> dict[str, Answer]:
         """Send the same question to several hosts."""
-        return await self._ask_each(dict.fromkeys(names, arguments), question)
+        return await self._query_each(dict.fromkeys(names, arguments), question)
 
-    async def _ask_each(
+    async def _query_each(
         self, arguments: Mapping[str, Mapping[str, Any]], question: str, timeout_s: float | None = None
     ) -> dict[str, Answer]:
         """Send a question to each host, with separate arguments."""
 
-        async def ask(name: str) -> Answer:
+        async def query(name: str) -> Answer:
             try:
                 limit = timeout_s or self.request.answer_s
-                return await self.nodes[name].ask(question, timeout_s=limit, **arguments[name])
-            except HostGoneError as gone:
-                _, what, _ = explain_ssh(name, *gone.args)
+                return await self.nodes[name].query(question, timeout_s=limit, **arguments[name])
+            except HostLostError as loss:
+                _, what, _ = explain_ssh(name, *loss.args)
                 return Answer(error=f"the connection has ended: {what}")
 
-        return dict(zip(arguments, await asyncio.gather(*map(ask, arguments)), strict=True))
+        return dict(zip(arguments, await asyncio.gather(*map(query, arguments)), strict=True))
 
 
 async def _nothing() -> dict[str, Answer]:

@@ -7,7 +7,7 @@ of the agents' protocol (`_protocol.py`), with a number, a name and arguments; t
 `answer`.
 """
 
-# [Note: a thread for each question]
+# [Note: one thread per question]
 # A file system that does not answer blocks its caller for ever, and signals have no effect; a name server or
 # a driver can do the same. Each question therefore has a thread of its own, and a hang loses only its own
 # answer. No code waits for these threads: when the connection ends, because the client has all answers or is
@@ -48,20 +48,20 @@ _PRIVILEGED = "ports below 1024 are for privileged users"
 
 def serve() -> None:
     """Answer questions until the controller has ended the connection, or is gone."""
-    # See [Note: a thread for each question]: the link calls `answer` in one for each.
-    link = ControllerLink({"ask": lambda asked: answer(asked, link)}, on_loss=lambda: os._exit(0))
+    # See [Note: one thread per question]: the link calls `answer` in one for each.
+    link = ControllerLink({"ask": lambda query: answer(query, link)}, on_loss=lambda: os._exit(0))
     link.start()
     threading.Event().wait()
 
 
-def answer(asked: dict[str, Any], link: ControllerLink) -> None:
+def answer(query: dict[str, Any], link: ControllerLink) -> None:
     """Send the answer to one question."""
-    said: dict[str, Any] = {"id": asked["id"]}
+    reply: dict[str, Any] = {"id": query["id"]}
     try:
-        said["answer"] = QUESTIONS[asked["question"]](**asked["arguments"])
+        reply["answer"] = QUESTIONS[query["question"]](**query["arguments"])
     except BaseException as error:  # whatever it is: the asker shows it
-        said["error"] = f"{type(error).__name__}: {error}"
-    link.send("answer", **said)
+        reply["error"] = f"{type(error).__name__}: {error}"
+    link.send("answer", **reply)
 
 
 def interpreter() -> dict[str, object]:

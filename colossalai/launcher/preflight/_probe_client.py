@@ -38,7 +38,7 @@ module.serve()
 _END_S = 2.0
 
 
-class HostGoneError(Exception):
+class HostLostError(Exception):
     """The command on the host has ended; the arguments are its exit code and its stderr."""
 
 
@@ -56,8 +56,8 @@ class ProbeClient(RemoteProcess):
         self.host = host
         self.is_local = is_this_machine(host, port=ssh_port)
         self._waiting: dict[int, asyncio.Future[dict[str, Any]]] = {}  # by number of the question
-        self._num_asked = 0
-        self._gone: HostGoneError | None = None
+        self._num_queries = 0
+        self._loss: HostLostError | None = None
         files = {name: _PACKAGE / f"{name.replace('.', '/')}.py" for name in _MODULES}
         sources = [(f"colossalai.{name}", file.read_text()) for name, file in files.items()]
         program = json.dumps(_PROGRAM.format(sources=sources)).encode() + b"\n"
@@ -65,15 +65,15 @@ class ProbeClient(RemoteProcess):
         command = command_on(host, ["/bin/sh", "-c", script], port=ssh_port)
         super().__init__(command, variables_line(env) + program)
 
-    async def ask(self, question: str, *, timeout_s: float, **arguments: Any) -> Answer:
+    async def query(self, question: str, *, timeout_s: float, **arguments: Any) -> Answer:
         """Return the answer; a timeout is an error like those of the host.
 
         Raises:
             HostGoneError: The command on the host has ended.
         """
-        if self._gone is not None:
-            raise self._gone
-        number, self._num_asked = self._num_asked, self._num_asked + 1
+        if self._loss is not None:
+            raise self._loss
+        number, self._num_queries = self._num_queries, self._num_queries + 1
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         began = time.time()
         self.send("ask", id=number, question=question, arguments=arguments)
@@ -95,19 +95,19 @@ class ProbeClient(RemoteProcess):
         """End the probe, and whatever it listens on, before this returns: it ends when its stdin does."""
         await self.close(grace_s=_END_S)
 
-    async def _take(self, message: dict[str, Any]) -> None:
+    async def _handle(self, message: dict[str, Any]) -> None:
         future = self._waiting.get(message.get("id", -1))  # none, if the answer comes too late
         if future is not None and not future.done():
             future.set_result(message)
 
-    async def _take_noise(self, line: bytes) -> None:
+    async def _handle_output(self, line: bytes) -> None:
         """Drop a login script's output, and keep stderr in `errors`."""
 
     def _on_silence(self) -> None:
         self.errors.append(f"nothing was heard of it for {SILENCE_S:g} s".encode())
 
     def _on_end(self, exit_code: int) -> None:
-        self._gone = HostGoneError(exit_code, b"\n".join(self.errors).decode(errors="replace"))
+        self._loss = HostLostError(exit_code, b"\n".join(self.errors).decode(errors="replace"))
         for future in self._waiting.values():
             if not future.done():
-                future.set_exception(self._gone)
+                future.set_exception(self._loss)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import strategies as st
 
-from colossalai.communication.shared_memory import empty_to_lend
+from colossalai.communication.shared_memory import empty_in_arena
 
 # torch gave them new names and warns of the old ones.
 gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -193,7 +193,7 @@ def with_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 def lent(tensor: torch.Tensor, group: Any) -> torch.Tensor:
     """Return a copy in memory that the other ranks of a group may read, where there is such memory."""
-    flat = empty_to_lend(group, tensor.numel(), tensor.dtype)
+    flat = empty_in_arena(group, tensor.numel(), tensor.dtype)
     return tensor if flat is None else flat.view(tensor.shape).copy_(tensor)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from colossalai.communication.shared_memory import how_ranks_talk
+from colossalai.communication.shared_memory import transport_of
 
 NAMED_WITHIN_S = 2.0  # after the death of a rank, all others have named it
 TIMEOUT_S = 30.0  # of groups; nobody is to wait so long
@@ -31,7 +31,7 @@ def group(path: Path, *, timeout: float = TIMEOUT_S, backend: str = "shared_memo
         world_size=num_ranks,
         timeout=timedelta(seconds=timeout),
     )
-    assert how_ranks_talk() == "shared memory"
+    assert transport_of() == "shared memory"
     dist.barrier()
     try:
         yield rank

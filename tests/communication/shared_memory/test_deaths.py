@@ -197,7 +197,7 @@ def test_threads_that_wait_may_look_at_the_same_time() -> None:
 
     def look() -> None:
         try:
-            found.append([watch.gone() for _ in range(20_000)] == [set()] * 20_000)
+            found.append([watch.ended_ranks() for _ in range(20_000)] == [set()] * 20_000)
         except RuntimeError as error:
             found.append(error)
 

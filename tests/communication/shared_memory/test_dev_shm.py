@@ -18,7 +18,7 @@ import os
 import sys
 import torch, torch.distributed as dist
 import colossalai
-from colossalai.communication.shared_memory import how_ranks_talk
+from colossalai.communication.shared_memory import transport_of
 
 rank = int(sys.argv[1])
 dist.init_process_group("shared_memory", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
@@ -35,7 +35,7 @@ try:
         assert torch.equal(found, torch.arange(1 << 18))
 except Exception as problem:
     error = str(problem)
-os.write(1, f"rank {rank}: {how_ranks_talk()}{error}\\n".encode())  # a line at once: both write to one pipe
+os.write(1, f"rank {rank}: {transport_of()}{error}\\n".encode())  # a line at once: both write to one pipe
 dist.barrier()
 dist.destroy_process_group()
 """

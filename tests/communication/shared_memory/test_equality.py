@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
-from colossalai.communication.shared_memory import empty_to_lend
+from colossalai.communication.shared_memory import empty_in_arena
 from colossalai.communication.shared_memory._slots import Slots
 from tests.communication.shared_memory.programs import (
     gather_single,
@@ -118,7 +118,7 @@ def lend(cases):
         size = size // p * p
         terms = [term(other, size, dtype, seed) for other in range(p)]
         memory = (
-            empty_to_lend(dist.group.WORLD, size, dtype)
+            empty_in_arena(dist.group.WORLD, size, dtype)
             if rank in lenders
             else torch.empty(size, dtype=dtype)
         )

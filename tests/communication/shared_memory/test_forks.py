@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, Dataset
 
-from colossalai.communication.shared_memory import empty_to_lend
+from colossalai.communication.shared_memory import empty_in_arena
 from tests.communication.shared_memory.ranks_that_end import (
     die,
     error_of,
@@ -135,7 +135,7 @@ def test_workers_of_a_data_loader_are_forked_during_collectives(tmp_path):
 def write_in_a_child(path):
     """A child of rank 1 writes into a tensor that its parent lends."""
     with group(path) as rank:
-        tensor = empty_to_lend(dist.group.WORLD, 1 << 18, torch.float32).fill_(rank + 1.0)
+        tensor = empty_in_arena(dist.group.WORLD, 1 << 18, torch.float32).fill_(rank + 1.0)
         seen = [0.0, 0.0]
         if rank == 1:
 

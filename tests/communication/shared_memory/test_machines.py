@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 import colossalai
-from colossalai.communication.shared_memory import _meeting, how_ranks_talk
+from colossalai.communication.shared_memory import _islands, transport_of
 from tests.communication.shared_memory.programs import Runner, Step, programs
 from tests.communication.shared_memory.ranks_that_end import error_of, wait_for_file
 from tests.ranks import run_ranks
@@ -31,19 +31,19 @@ NAMES = ("north", "south", "east")
 @contextmanager
 def on_machines(machines: Sequence[int]) -> Iterator[int]:
     """Within the block, this rank is on the machine at its place; yields its rank."""
-    place = _meeting._place
+    place = _islands._location
 
     def elsewhere() -> dict[str, Any]:
         return {**place(), "kernel": NAMES[machines[int(os.environ["RANK"])]]}
 
-    _meeting._place = elsewhere
+    _islands._location = elsewhere
     try:
         dist.init_process_group("shared_memory", timeout=timedelta(seconds=20))
         yield dist.get_rank()
         if dist.is_initialized():
             dist.destroy_process_group()
     finally:
-        _meeting._place = place
+        _islands._location = place
 
 
 def run_program(groups: list[list[int]], program: list[Any], machines: list[int]) -> list[str]:
@@ -89,7 +89,7 @@ def talk(machines: list[int]) -> tuple[list[str], list[tuple[int, int]]]:
     """Return how the ranks of three groups talk, and what a sum and a gather have sent, by this rank."""
     with on_machines(machines) as rank:
         groups = [None, dist.new_group([0, 1]), dist.new_group([1, 2])]
-        said = [how_ranks_talk(pg) for pg in groups if pg != dist.GroupMember.NON_GROUP_MEMBER]
+        said = [transport_of(pg) for pg in groups if pg != dist.GroupMember.NON_GROUP_MEMBER]
         world = dist.group.WORLD
         sent: list[int] = []
         across = world.collectives  # type: ignore[union-attr]
@@ -220,14 +220,14 @@ def test_a_death_ends_the_wait_on_all_machines(victim: int) -> None:
 
 def trained(machines: list[int] | None) -> list[float]:
     """Train a model under tensor and data parallelism; return the losses."""
-    place = _meeting._place
+    place = _islands._location
     rank = int(os.environ["RANK"])
     if machines is not None:
-        _meeting._place = lambda: {**place(), "kernel": NAMES[machines[rank]]}
+        _islands._location = lambda: {**place(), "kernel": NAMES[machines[rank]]}
     try:
         config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
         colossalai.launch_from_torch(config, verbose=False)
-        assert how_ranks_talk() == ("shared memory" if machines is None else BOTH)
+        assert transport_of() == ("shared memory" if machines is None else BOTH)
         torch.manual_seed(0)
         model = torch.nn.Sequential(
             colossalai.nn.Linear1D_Col(8, 16), torch.nn.Tanh(), colossalai.nn.Linear1D_Row(16, 8)
@@ -244,7 +244,7 @@ def trained(machines: list[int] | None) -> list[float]:
             losses.append(loss.item())
         return losses
     finally:
-        _meeting._place = place
+        _islands._location = place
 
 
 def test_a_job_on_two_machines_trains_as_on_one() -> None:

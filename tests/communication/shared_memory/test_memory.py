@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from colossalai.communication.shared_memory import _meeting, _segment, empty_to_lend, how_ranks_talk
+from colossalai.communication.shared_memory import _islands, _segment, empty_in_arena, transport_of
 from colossalai.communication.shared_memory._membership import bound_of_machine
 from colossalai.communication.shared_memory._segment import (
     PAGE,
@@ -41,7 +41,7 @@ def in_a_group(path, prepare, after=lambda: None):
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(str(path), num_ranks)
     dist.init_process_group("shared_memory", store=store, rank=rank, world_size=num_ranks)
-    how = how_ranks_talk()
+    how = transport_of()
     after()
     is_right = True
     for size in (3, 30_000, 700_000):
@@ -279,13 +279,13 @@ def lend_with_little_memory(path):
     """Ask for more than half of what a rank may take, and for less; sum over a group that has either."""
     os.environ["COLOSSALAI_SHARED_MEMORY"] = "8MiB"
     with group(path) as rank:
-        large = empty_to_lend(dist.group.WORLD, 1 << 20, torch.float32)
-        small = empty_to_lend(dist.group.WORLD, 1 << 18, torch.float32)
-        none_left = empty_to_lend(dist.group.WORLD, 1 << 19, torch.float32)
+        large = empty_in_arena(dist.group.WORLD, 1 << 20, torch.float32)
+        small = empty_in_arena(dist.group.WORLD, 1 << 18, torch.float32)
+        none_left = empty_in_arena(dist.group.WORLD, 1 << 19, torch.float32)
         small.fill_(rank + 1.0)
         dist.all_reduce(small)
         other = dist.new_group()
-        return large is None, none_left is None, small.eq(3.0).all().item(), how_ranks_talk(other)
+        return large is None, none_left is None, small.eq(3.0).all().item(), transport_of(other)
 
 
 @pytest.mark.dist
@@ -297,12 +297,12 @@ def test_tensors_leave_half_of_the_memory_to_groups(tmp_path):
 def open_no_arena(path):
     """Rank 1 cannot map the arena of rank 0, and so nobody lends."""
     if os.environ["RANK"] == "1":
-        _meeting.Arenas.open = lambda self, offer: None
+        _islands.Arenas.open = lambda self, offer: None
     with group(path) as rank:
-        lent = empty_to_lend(dist.group.WORLD, 1 << 20, torch.float32)
+        lent = empty_in_arena(dist.group.WORLD, 1 << 20, torch.float32)
         tensor = torch.full((1 << 20,), rank + 1.0)
         dist.all_reduce(tensor)
-        return lent is None, how_ranks_talk(), tensor.eq(3.0).all().item()
+        return lent is None, transport_of(), tensor.eq(3.0).all().item()
 
 
 @pytest.mark.dist

@@ -228,7 +228,7 @@ def test_what_keeps_a_rank_from_overwriting(kind: str, machine: str) -> None:
 @pytest.mark.parametrize("machine", [X86, WEAK])
 @pytest.mark.parametrize("kind", LENT)
 def test_what_keeps_a_rank_from_writing_into_what_others_read(kind: str, machine: str) -> None:
-    """See [Note: who writes while others read]: the wait for all at the end of a call that lends."""
+    """See [Note: access to lent operands]: the wait for all at the end of a call that lends."""
     programs = record(2, [(kind, 0)] * 3)
     is_end = [
         [op.kind == "wait" and op.phase == DONE and not op.is_of_part_before for op in program]

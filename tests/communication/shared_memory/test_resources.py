@@ -10,8 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from colossalai.communication.shared_memory import how_ranks_talk
-from colossalai.communication.shared_memory._membership import members
+from colossalai.communication.shared_memory import transport_of
+from colossalai.communication.shared_memory._membership import open_groups
 from tests.communication.shared_memory.ranks_that_end import group
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
@@ -45,7 +45,7 @@ def _taken_now():
         "threads": threading.active_count(),
         "tasks": len(os.listdir("/proc/self/task")),
         "segments": maps.count("memfd:colossalai"),
-        "open": len(list(members._open)),
+        "open": len(list(open_groups._open)),
     }
 
 
@@ -92,7 +92,7 @@ def make_many_at_once(path, count):
     before = taken()
     with group(path / "many") as rank:
         groups = [dist.new_group() for _ in range(count)]
-        talk = {how_ranks_talk(pg) for pg in groups}
+        talk = {transport_of(pg) for pg in groups}
         tensors = [torch.full((100,), float(number)) for number in range(count)]
         works = [
             dist.all_reduce(tensor, group=pg, async_op=True)

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from colossalai.communication.shared_memory import how_ranks_talk
+from colossalai.communication.shared_memory import transport_of
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.dist
 
 def start() -> tuple[int, int]:
     dist.init_process_group("shared_memory")
-    assert how_ranks_talk() == "shared memory"
+    assert transport_of() == "shared memory"
     return dist.get_rank(), dist.get_world_size()
 
 

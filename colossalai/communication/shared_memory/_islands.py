@@ -1,7 +1,7 @@
 """Rendezvous of the ranks of a group that share a machine: they map one segment.
 
 When a group is made, its ranks rendezvous in its store. Each publishes its kernel. Ranks with the same kernel
-are an island: the lowest one makes a segment, the others open it (see [Note: who shares a machine] in
+are an island: the lowest one makes a segment, the others open it (see [Note: detection of shared machines] in
 `_segment.py`), and each reserves its first memory there. If one rank fails, the whole group uses gloo.
 """
 
@@ -54,7 +54,7 @@ class Island:
     reason: str = ""
 
 
-def meet(
+def form_island(
     store: dist.Store,
     rank: int,
     num_ranks: int,
@@ -83,19 +83,23 @@ def meet(
     """
     exchange = partial(_exchange, store, rank, num_ranks, timeout)
     arena = arenas.own(arena_size) if num_ranks > 1 else None
-    told = exchange("place", _place() | {"arena": arena and arena.offer()})
-    machines = _by_kernel(told)
+    locations = exchange("place", _location() | {"arena": arena and arena.offer()})
+    machines = _by_kernel(locations)
     near = next(ranks for ranks in machines if rank in ranks)
     index, layout = near.index(rank), SegmentLayout(len(near))
-    same_numbers = [other for other in near if told[other]["pids"] == told[rank]["pids"] and other != rank]
+    same_numbers = [
+        other for other in near if locations[other]["pids"] == locations[rank]["pids"] and other != rank
+    ]
     opened = {
-        near.index(other): arenas.open(told[other]["arena"]) if told[other]["arena"] else None
+        near.index(other): arenas.open(locations[other]["arena"]) if locations[other]["arena"] else None
         for other in near
         if other != rank
     }
     segment, reasons = None, [""]
     if len(machines) < num_ranks or num_ranks == 1:
-        is_named = len({told[other]["pids"] for other in near}) > 1  # /proc/PID differs between namespaces
+        is_named = (
+            len({locations[other]["pids"] for other in near}) > 1
+        )  # /proc/PID differs between namespaces
         segment, reason = _new_segment(layout, is_named=is_named) if index == 0 else (None, "")
         offer = exchange("offer", _offer(segment) if index == 0 else {})[near[0]]
         if index != 0 and offer:
@@ -118,7 +122,7 @@ def meet(
         machines=machines,
         segment=segment,
         layout=layout,
-        pids={near.index(other): told[other]["pid"] for other in same_numbers},
+        pids={near.index(other): locations[other]["pid"] for other in same_numbers},
         arenas={index: arena for index, arena in opened.items() if arena is not None},
         reason=next(filter(None, reasons), ""),
     )
@@ -136,7 +140,7 @@ def _exchange(
     return [json.loads(text) for text in store.multi_get(keys)]
 
 
-def _place() -> dict[str, Any]:
+def _location() -> dict[str, Any]:
     """Return the location of this process: kernel and user, PID namespace, process id."""
     kernel, pids = kernel_and_namespace("pid")
     return {"kernel": f"{kernel}/{os.geteuid()}" if kernel else "", "pids": pids, "pid": os.getpid()}
@@ -163,10 +167,10 @@ def _offer(segment: Segment | None) -> dict[str, Any]:
     return {"paths": segment.offers(), "token": segment.token.hex()}
 
 
-def _by_kernel(told: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
+def _by_kernel(locations: Sequence[dict[str, Any]]) -> list[tuple[int, ...]]:
     """Return the ranks of each machine, by the lowest one; ranks that cannot share memory are alone."""
     machines: dict[Any, list[int]] = {}
-    for rank, item in enumerate(told):
+    for rank, item in enumerate(locations):
         machines.setdefault(item["kernel"] or rank, []).append(rank)
     found: list[tuple[int, ...]] = []
     for ranks in machines.values():
