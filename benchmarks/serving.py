@@ -265,8 +265,8 @@ def longest_gap(llm: LLM, args: argparse.Namespace) -> float:
             params=greedy(6 * args.new),
             is_streamed=True,
         )
-        hear = (lambda _: times.append(time.perf_counter())) if index == 0 else (lambda _: None)
-        llm.engine.submit(request, hear)
+        on_delta = (lambda _: times.append(time.perf_counter())) if index == 0 else (lambda _: None)
+        llm.engine.submit(request, on_delta)
     while len(times) < args.new:
         llm.engine.step()
     ordinary = statistics.median(later - sooner for sooner, later in itertools.pairwise(times[4:]))

@@ -46,7 +46,7 @@ from colossalai.amp._precision import refuse_misfit as refuse_misfit
 from colossalai.amp._precision import to_float32 as to_float32
 from colossalai.amp._sharded_params import MASTERS_KEY as MASTERS_KEY
 from colossalai.amp._sharded_params import STATE_KEY as STATE_KEY
-from colossalai.amp._sharded_params import StandIns as StandIns
+from colossalai.amp._sharded_params import OptimizerParams as OptimizerParams
 
 if TYPE_CHECKING:
     from colossalai.compat._apex import ApexPrecision as ApexPrecision

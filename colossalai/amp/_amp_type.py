@@ -147,7 +147,7 @@ def convert_to_amp(
     _check_components(model, optimizer)
     names = {param: name for name, param in model.named_parameters()}
     # Not float32: the caller can still wrap the model in DistributedDataParallel.
-    masters = precision.convert_model(model, float32_grads=False).stand_in(optimizer)
+    masters = precision.convert_model(model, float32_grads=False).replace_params(optimizer)
     device = next((param.device for param in model.parameters()), torch.device("cpu"))
     wrapped = OptimizerWrapper(
         optimizer,

@@ -10,7 +10,7 @@ from torch.optim import Optimizer
 from colossalai.amp._gradient_state import MOVES, GradEvent, GradState
 from colossalai.amp._loss_scaling import Decision, LossScaler, decide
 from colossalai.amp._loss_weights import LossKind, LossTerm, LossWeights
-from colossalai.amp._sharded_params import StandIns
+from colossalai.amp._sharded_params import OptimizerParams
 from colossalai.amp._step_plan import StepPlan
 from colossalai.context import Axis
 from colossalai.tensor import Windows, grad_norm, local_grads, num_zero_grads, scale_grads
@@ -88,7 +88,7 @@ class Gradients:
 
     Args:
         optim: The optimizer.
-        stand_ins: Tensors that it updates instead of the model's parameters.
+        optimizer_params: Tensors that it updates instead of the model's parameters.
         group: The optimizers of the model.
         places: Place of each parameter in the model.
         stages: See `OptimizerWrapper`.
@@ -106,7 +106,7 @@ class Gradients:
     def __init__(
         self,
         optim: Optimizer,
-        stand_ins: StandIns,
+        optimizer_params: OptimizerParams,
         group: OptimizerGroup,
         *,
         places: Mapping[nn.Parameter, int],
@@ -119,7 +119,7 @@ class Gradients:
         self.has_run = False
         self.were_stepped_with = False
         self._optim = optim
-        self._stand_ins = stand_ins
+        self._optimizer_params = optimizer_params
         self._group = group
         self._places = places
         self._stages = stages
@@ -164,13 +164,13 @@ class Gradients:
         """
         is_own = event is GradEvent.BACKWARD
         is_spent = is_own and self.weights.kind is LossKind.SPENT
-        if is_spent and not self._stand_ins.has_grads(self.current_plan().params):
+        if is_spent and not self._optimizer_params.has_grads(self.current_plan().params):
             self.weights.forget()  # users have cleared the gradients
         if self._scale is None:
             if self.state is GradState.EMPTY:  # except gradients that users have assigned
                 self._scale_untaken(scale)
             else:  # they can be clipped, and have no scale any more
-                self._stand_ins.put_back_grads(scale, untaken=scale * self._factor)
+                self._optimizer_params.put_back_grads(scale, untaken=scale * self._factor)
                 self._scale_own(scale)
         else:
             self._scale_untaken(scale / self._scale)
@@ -185,7 +185,7 @@ class Gradients:
         if self.decision is None:
             self._group.decide(self)
         else:  # users can have cleared gradients since they were taken
-            self._stand_ins.follow_users()
+            self._optimizer_params.follow_users()
         if self.state is GradState.ACCEPTED:
             scale = 1.0 if self._scale is None else self._scale
             self._factor = 1.0 / scale
@@ -199,13 +199,13 @@ class Gradients:
         return self.state is GradState.TRUE
 
     def take(self, decision: Decision | None = None) -> None:
-        """Finish the reduction of the gradients, and give them to the stand-ins; collective.
+        """Finish the reduction of the gradients, and give them to the optimizer parameters; collective.
 
         Args:
             decision: The decision on them, if there is one already.
         """
         self.current_plan()
-        self._stand_ins.take_grads()
+        self._optimizer_params.take_grads()
         self._weights_factor = self.weights.factor()
         if decision is not None:
             self.follow(decision)
@@ -255,11 +255,11 @@ class Gradients:
     def placed_runs(self) -> Iterator[tuple[Sequence[nn.Parameter], Sequence[int]]]:
         """Yield the parameters in runs that fit into memory together, and their places in the model."""
         plan = self.plan
-        if not self._stand_ins.is_paged:
+        if not self._optimizer_params.is_paged:
             yield plan.params, plan.places
             return
         place_of = dict(zip(plan.ids, plan.places, strict=True))
-        for run in self._stand_ins.windows(plan.params):
+        for run in self._optimizer_params.windows(plan.params):
             yield run, [place_of[id(param)] for param in run]
 
     def end_step(self, *, had_gradients: bool) -> None:
@@ -279,20 +279,20 @@ class Gradients:
         self.weights.forget()
 
     def _lower(self, params: Sequence[nn.Parameter]) -> StepPlan:
-        return StepPlan.lower(params, self._stand_ins, self._places, self._counts)
+        return StepPlan.lower(params, self._optimizer_params, self._places, self._counts)
 
     def _windows(self) -> Windows | None:
-        return self._stand_ins.windows if self._stand_ins.is_paged else None
+        return self._optimizer_params.windows if self._optimizer_params.is_paged else None
 
     def _runs(self) -> Iterable[Sequence[nn.Parameter]]:
         """Yield the parameters in runs that fit into memory together."""
         params = self.plan.params
-        return self._stand_ins.windows(params) if self._stand_ins.is_paged else (params,)
+        return self._optimizer_params.windows(params) if self._optimizer_params.is_paged else (params,)
 
     def _scale_untaken(self, factor: float) -> None:
         """Multiply gradients from backwards that have not been taken yet."""
         if factor != 1.0:
-            self._stand_ins.scale_grads(factor)
+            self._optimizer_params.scale_grads(factor)
             self._scale_own(factor)
 
     def _scale_own(self, factor: float) -> None:

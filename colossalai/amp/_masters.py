@@ -20,13 +20,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, StandIns
+from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, OptimizerParams
 from colossalai.amp._step_plan import params_of
 from colossalai.context import Axis
 from colossalai.tensor import gradient_sync, keep_full_precision, keeps_dtype, scale_grads
 
 
-class Masters(StandIns):
+class Masters(OptimizerParams):
     """The masters of an optimizer's parameters; without masters, every method does nothing.
 
     See [Note: who holds the weights].
@@ -77,7 +77,7 @@ class Masters(StandIns):
                 # In the order of parameters, which is the same on all ranks that hold them.
                 dist.broadcast(master.detach(), src=holders.ranks[0], group=holders.group)
 
-    def stand_in(self, optimizer: Optimizer) -> "Masters":
+    def replace_params(self, optimizer: Optimizer) -> "Masters":
         """Replace an optimizer's parameters by masters, states included, and return those masters."""
         held = {param for group in optimizer.param_groups for param in group["params"]}
         _exchange(optimizer, self._master_of)

@@ -24,7 +24,7 @@ from colossalai.amp._loss_weights import (
     read_loss,
 )
 from colossalai.amp._masters import Masters
-from colossalai.amp._sharded_params import StandIns
+from colossalai.amp._sharded_params import OptimizerParams
 from colossalai.amp._step_plan import UNKNOWN_PLACE, params_of
 from colossalai.logging import get_dist_logger
 from colossalai.tensor import as_memory, is_own_attribute, spec_of
@@ -92,15 +92,15 @@ def _watch_steps(optim: Optimizer, wrapper: "OptimizerWrapper") -> None:
 
 
 def _refuse_bare_step(
-    wrapper: "weakref.ref[OptimizerWrapper]", has_stand_ins: bool, optim: Optimizer, *_: Any
+    wrapper: "weakref.ref[OptimizerWrapper]", has_optimizer_params: bool, optim: Optimizer, *_: Any
 ) -> None:
     """Refuse a step of an optimizer outside of its wrapper's step.
 
     Raises:
-        ValueError: The wrapper is not in a step, or is gone and has left stand-ins.
+        ValueError: The wrapper is not in a step, or is gone and has left optimizer parameters.
     """
     living = wrapper()
-    if has_stand_ins if living is None else not living._is_updating:
+    if has_optimizer_params if living is None else not living._is_updating:
         raise ValueError(
             f"step() was called of the {type(optim).__name__} that was given to boost or initialize, and it "
             "works on masters, slices or scaled gradients: call step() of the optimizer that was returned"
@@ -142,7 +142,7 @@ class OptimizerWrapper(Optimizer):
         *,
         group: OptimizerGroup | None = None,
         param_names: Mapping[nn.Parameter, str] | None = None,
-        masters: StandIns | None = None,
+        masters: OptimizerParams | None = None,
         before_step: Sequence[Callable[["OptimizerWrapper"], None]] = (),
         max_norm: float = 0.0,
         norm_type: float = 2.0,
@@ -152,7 +152,7 @@ class OptimizerWrapper(Optimizer):
         # The base class is for isinstance() only: its state is the optimizer's.
         check_clipping(max_norm, norm_type)
         self.group = OptimizerGroup() if group is None else group
-        self.masters: StandIns = Masters() if masters is None else masters
+        self.masters: OptimizerParams = Masters() if masters is None else masters
         self.param_names = self.masters.with_masters(param_names or {})
         self.max_norm = max_norm
         self.norm_type = norm_type
@@ -485,7 +485,7 @@ class OptimizerWrapper(Optimizer):
             self._is_updating = False
 
     def _closure_with_grads(self, closure: Callable[[], float]) -> Callable[[], float]:
-        """Return a closure that also gives the new gradients to the stand-ins."""
+        """Return a closure that also gives the new gradients to the optimizer parameters."""
 
         def compute() -> float:
             with as_memory(False):  # the user's closure sees whole ColoTensors

@@ -1,4 +1,4 @@
-"""Stand-ins of a model's parameters in an optimizer (float32 masters, slices): the interface."""
+"""Optimizer parameters (float32 masters, slices), updated instead of a model's: the interface."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +30,7 @@ class BackwardReducer(Protocol):
         """
 
 
-class StandIns(ABC):
+class OptimizerParams(ABC):
     """The tensors that an optimizer updates instead of a model's parameters.
 
     Attributes:
@@ -46,15 +46,15 @@ class StandIns(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Return the number of parameters with a stand-in."""
+        """Return the number of parameters with an optimizer parameter."""
 
     @abstractmethod
     def param_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the model's parameter of a stand-in; other tensors are returned unchanged."""
+        """Return the model's parameter of an optimizer parameter; other tensors are returned unchanged."""
 
     @abstractmethod
     def with_masters(self, param_names: Mapping[nn.Parameter, str]) -> dict[nn.Parameter, str]:
-        """Return the names, with the names of parameters also for their stand-ins."""
+        """Return the names, with the names of parameters also for their optimizer parameters."""
 
     def measured(self, params: Sequence[nn.Parameter]) -> list[nn.Parameter]:
         """Return the tensors that enter norms: the same parameters on all ranks that share them.
@@ -74,12 +74,12 @@ class StandIns(ABC):
 
         Args:
             factor: Factor of the taken gradients.
-            untaken: Factor of the gradients whose copies the stand-ins have lost.
+            untaken: Factor of the gradients whose copies the optimizer parameters have lost.
         """
 
     @abstractmethod
     def take_grads(self) -> None:
-        """Give each stand-in the gradient of its parameter."""
+        """Give each optimizer parameter the gradient of its parameter."""
 
     def follow_users(self) -> None:  # noqa: B027 - some have no gradients of their own
         """Clear the gradients of parameters whose `.grad` users have cleared since `take_grads`."""
@@ -121,7 +121,7 @@ class StandIns(ABC):
     def step(self, optimizer: Optimizer, closure: Callable[[], float] | None) -> Any:
         """Step the optimizer and copy its updates into the parameters; return the result of its step.
 
-        Before that the stand-ins are updated with values that users have written since the last step.
+        Before that they are updated with values that users have written since the last step.
         """
 
     @abstractmethod

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp._sharded_params import StandIns
+from colossalai.amp._sharded_params import OptimizerParams
 from colossalai.tensor import NormGroup, memory_scope, norm_groups
 
 UNKNOWN_PLACE = 2**39
@@ -30,7 +30,7 @@ class StepPlan:
     Attributes:
         params: The tensors that the optimizer updates, in the order of its groups.
         ids: Their ids.
-        model_params: For each of them the parameter of the model; itself, without a stand-in.
+        model_params: For each of them the parameter of the model; itself, without an optimizer parameter.
         places: For each of them the place of its parameter in the model.
         measured: The tensors of which norms are taken, the same on all ranks of a pipeline stage.
         scope: The context in which ColoTensors among them are this rank's memory.
@@ -46,7 +46,7 @@ class StepPlan:
     @staticmethod
     def lower(
         params: Sequence[nn.Parameter],
-        stand_ins: StandIns,
+        optimizer_params: OptimizerParams,
         places: Mapping[nn.Parameter, int],
         counts: Callable[[torch.Tensor], bool] | None,
     ) -> "StepPlan":
@@ -54,14 +54,14 @@ class StepPlan:
 
         Args:
             params: The tensors that an optimizer updates.
-            stand_ins: The stand-ins among them.
+            optimizer_params: The optimizer parameters among them.
             places: Place of each parameter in the model.
             counts: See `OptimizerWrapper`.
         """
-        model_params = tuple(stand_ins.param_of(param) for param in params)
-        measured = stand_ins.measured(params)
+        model_params = tuple(optimizer_params.param_of(param) for param in params)
+        measured = optimizer_params.measured(params)
         if counts is not None:
-            measured = [param for param in measured if counts(stand_ins.param_of(param))]
+            measured = [param for param in measured if counts(optimizer_params.param_of(param))]
         return StepPlan(
             params=tuple(params),
             ids=[*map(id, params)],

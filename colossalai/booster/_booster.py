@@ -383,9 +383,9 @@ class Booster(Saving):
         loader = self.plugin.last_dataloader() if dataloader is None else dataloader
         loader = loader.loader if isinstance(loader, WatchedLoader) else loader
         replicas = self.mesh.axis("dp")
-        in_hand = None
+        last_batch = None
         if isinstance(loader, DataParallelLoader):
-            in_hand = loader.in_hand
+            last_batch = loader.last_batch
             if loader.reads_all:  # every rank has read all samples
                 replicas = Axis("dp", (self.mesh.rank,), self.mesh)
             elif loader.num_replicas not in (None, replicas.size):
@@ -393,7 +393,7 @@ class Booster(Saving):
                     f"the dataloader divides samples among {loader.num_replicas} ranks, and this booster "
                     f"gathers from {replicas.size}: gather with the booster whose plugin prepared the loader"
                 )
-        return gather_samples(data, replicas, in_hand=in_hand, device=self.device)
+        return gather_samples(data, replicas, last_batch=last_batch, device=self.device)
 
     def gathered_grads(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return copies of the whole gradients that the next steps apply, by the names of the parameters.

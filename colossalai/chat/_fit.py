@@ -396,9 +396,9 @@ def _batches(loader: DataParallelLoader, task: Task, booster: Booster) -> Iterat
     """
     replicas, replica = booster.mesh.axis_size("dp"), booster.mesh.axis_rank("dp")
     for data, labels in loader:
-        in_hand = loader.in_hand  # read before the loader replaces it for the next batch
-        assert in_hand is not None, "the rows have a number, and a batch has been handed out"
-        own = (in_hand.of_all - replica + replicas - 1) // replicas  # rows are assigned round-robin
+        last_batch = loader.last_batch  # read before the loader replaces it for the next batch
+        assert last_batch is not None, "the rows have a number, and a batch has been handed out"
+        own = (last_batch.of_all - replica + replicas - 1) // replicas  # rows are assigned round-robin
         labels["counts"][own * task.group :] = False
         yield data, labels
 

@@ -32,11 +32,11 @@ from colossalai.runtime.memory import (
     Storage,
     bytes_text,
     free_bytes,
-    held_in_training,
     num_states,
     plans_of,
     rlhf_memory,
     rlhf_numbers,
+    training_memory,
 )
 
 _STAGES: Mapping[str | None, Literal[0, 1, 2, 3]] = {"ZeRO 1": 1, "ZeRO 2": 2, "ZeRO 3": 3, "Gemini": 3}
@@ -183,7 +183,7 @@ def _model_memory(model: ModelWrapper, optimizer: OptimizerWrapper, booster: Boo
         num_trained = sum(param.numel() for param in own if param.requires_grad)
         numbers = ParamNumbers(trained=num_trained, frozen=sum(param.numel() for param in own) - num_trained)
         storage = _storage(dtype, optimizer, has_masters=booster.plan.precision.has_masters)
-        held = held_in_training(numbers, storage, plan)
+        held = training_memory(numbers, storage, plan)
         for row in held.device:
             found[row.name] = found.get(row.name, 0) + row.num_bytes
     return found

@@ -312,7 +312,7 @@ class InferenceEngine:
                 self._collect()
             self.executor.update_weights(source)
         except BaseException as error:
-            if not self.executor.is_torn:
+            if not self.executor.is_partly_updated:
                 raise
             self._update_error = (
                 f"the model has new weights in part, and answers again after a whole update: {error}"

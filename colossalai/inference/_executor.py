@@ -67,7 +67,7 @@ class Executor(ABC):
 
     @property
     @abstractmethod
-    def is_torn(self) -> bool:
+    def is_partly_updated(self) -> bool:
         """Whether an update of weights has failed midway, with some values new and others old."""
 
     @abstractmethod
@@ -118,9 +118,9 @@ class LocalExecutor(Executor):
         return self.runner.weights_stamp()
 
     @property
-    def is_torn(self) -> bool:
+    def is_partly_updated(self) -> bool:
         """Whether values of the model are partly new."""
-        return self._weights.is_torn
+        return self._weights.is_partly_updated
 
     def update_weights(self, source: WeightSource) -> None:
         """Replace all values of the model."""

@@ -191,14 +191,14 @@ class Collector:
         ended = all(deltas and deltas[-1].finish_reason for deltas in self._deltas.values())
         return ended or self._error is not None
 
-    def hear(self, heard: Delta | BaseException) -> None:
+    def on_delta(self, received: Delta | BaseException) -> None:
         """Append a delta, or store the error that ended the request."""
-        if not isinstance(heard, Delta):
-            self._error = heard
-        elif heard.is_restart:
+        if not isinstance(received, Delta):
+            self._error = received
+        elif received.is_restart:
             self._deltas = {index: [] for index in self._deltas}
         else:
-            self._deltas[heard.index].append(heard)
+            self._deltas[received.index].append(received)
 
     def output(self) -> RequestOutput:
         """Return the answers.
@@ -244,7 +244,7 @@ def answer_all(
         engine.check(collector.request)
     try:
         for collector in collectors:
-            engine.submit(collector.request, collector.hear)
+            engine.submit(collector.request, collector.on_delta)
         finished: Iterable[Collector] = _iterate_finished(engine, collectors)
         if shows_progress:  # rich before 15 prints a line even for a disabled bar
             finished = track(finished, "answers", len(collectors))

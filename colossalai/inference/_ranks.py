@@ -197,9 +197,9 @@ class RanksExecutor(Executor):
         return self.runner.weights_stamp()
 
     @property
-    def is_torn(self) -> bool:
+    def is_partly_updated(self) -> bool:
         """Whether values are partly new, on any rank."""
-        return self._weights.is_torn
+        return self._weights.is_partly_updated
 
     def update_weights(self, source: WeightSource) -> None:
         """Replace the values of all ranks.

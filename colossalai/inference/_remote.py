@@ -10,7 +10,7 @@ and no part of the model. A script can have several such engines, or be a rank o
 | `{"update": [path, in_flight]}` | this process | new weights; waits for the reply |
 | `{"updated": null or [kind, message]}` | rank 0 | the reply |
 | `{"ready": limits}` | rank 0 | the model is loaded |
-| `{"heard": delta}`, `{"failed": [id, kind, message]}` | rank 0 | a call of a listener |
+| `{"received": delta}`, `{"failed": [id, kind, message]}` | rank 0 | a call of a listener |
 """
 
 import json
@@ -219,12 +219,12 @@ def serve_connection(engine: ThreadedEngine, connection: socket.socket) -> None:
             send({"checked": _check_message(engine, request)})
             continue
 
-        def hear(heard: Delta | BaseException, name: str = request.request_id) -> None:
-            failed = [name, type(heard).__name__, str(heard)]
-            send({"heard": asdict(heard)} if isinstance(heard, Delta) else {"failed": failed})
+        def on_delta(received: Delta | BaseException, name: str = request.request_id) -> None:
+            failed = [name, type(received).__name__, str(received)]
+            send({"heard": asdict(received)} if isinstance(received, Delta) else {"failed": failed})
 
         try:
-            engine.submit(request, hear)
+            engine.submit(request, on_delta)
         except (RuntimeError, ValueError) as error:
             send({"failed": [request.request_id, type(error).__name__, str(error)]})
 

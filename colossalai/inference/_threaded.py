@@ -187,15 +187,15 @@ class ThreadedEngine:
     def _begin(self, request: Request, listener: Listener) -> None:
         has_begun = False
 
-        def hear(heard: Delta | BaseException) -> None:
+        def on_delta(received: Delta | BaseException) -> None:
             nonlocal has_begun
             if not has_begun:
                 has_begun = True
                 self._leave_queue()
-            listener(heard)
+            listener(received)
 
         try:
-            self._engine.submit(request, hear)
+            self._engine.submit(request, on_delta)
         except Exception as error:  # the request was checked: its id is in use
             self._leave_queue()
             listener(error)

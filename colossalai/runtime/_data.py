@@ -211,7 +211,7 @@ class DataParallelLoader(DataLoader[Any]):
         return isinstance(self.sampler, DataParallelSampler) and self.sampler.num_replicas == 1
 
     @property
-    def in_hand(self) -> LastBatch | None:
+    def last_batch(self) -> LastBatch | None:
         """The samples of the last returned batch; after a complete pass, of all batches.
 
         None before the first batch, and if an iterable dataset divides itself.

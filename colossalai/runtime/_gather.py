@@ -31,15 +31,15 @@ class LastBatch(NamedTuple):
 
 
 @torch.no_grad()
-def gather_samples(nested: T, replicas: Axis, *, in_hand: LastBatch | None, device: torch.device) -> T:
+def gather_samples(nested: T, replicas: Axis, *, last_batch: LastBatch | None, device: torch.device) -> T:
     """Return nested tensors with the rows of all replicas; two collectives for any number of tensors.
 
     Args:
         nested: Tensors in dicts, lists, tuples, the same structure on every replica; None stays None. With
-            `in_hand`, dim 0 has a row, or equally many rows, for each sample; a tensor without dims counts as
-            a row of its replica.
+            `last_batch`, dim 0 has a row, or equally many rows, for each sample; a tensor without dims counts
+            as a row of its replica.
         replicas: The ranks with different samples.
-        in_hand: The samples of the rows: then the rows are in the order of the sampler, with each sample
+        last_batch: The samples of the rows: then the rows are in the order of the sampler, with each sample
             once. None: the rows of the first replica, then those of the second, and so on.
         device: Device of the exchange.
 
@@ -58,7 +58,7 @@ def gather_samples(nested: T, replicas: Axis, *, in_hand: LastBatch | None, devi
     parts = [tensors]
     if replicas.size > 1:
         parts = _exchange(tensors, str(structure), replicas, device)
-    rows = in_hand if replicas.size > 1 else None
+    rows = last_batch if replicas.size > 1 else None
     gathered = iter([_join_rows([part[n] for part in parts], rows) for n in range(len(tensors))])
     found: T = tree_unflatten([None if leaf is None else next(gathered) for leaf in leaves], structure)
     return found
@@ -99,15 +99,15 @@ def _unpack(row: Tensor, like: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _join_rows(parts: list[Tensor], in_hand: LastBatch | None) -> Tensor:
+def _join_rows(parts: list[Tensor], last_batch: LastBatch | None) -> Tensor:
     """Return the rows of all replicas as one tensor."""
     # See [Note: whose samples these are].
     if parts[0].dim() == 0:
         return torch.stack(parts)
-    if in_hand is None:
+    if last_batch is None:
         return torch.cat(parts) if len(parts) > 1 else parts[0]
     sizes = [len(part) for part in parts]
-    of_replica, of_all = in_hand
+    of_replica, of_all = last_batch
     if of_replica == 1:  # a sample can be a batch that the dataset made, of any size
         return torch.cat(parts[:of_all])
     if len(set(sizes)) > 1 or sizes[0] % of_replica:

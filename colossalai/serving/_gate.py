@@ -23,8 +23,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from colossalai.logging import get_dist_logger
 from colossalai.serving._auth import check_key, without_key
 from colossalai.serving._errors import ApiError
+from colossalai.serving._request_record import Outcome, RequestRecord
 from colossalai.serving._streams import Front
-from colossalai.serving._visit import Outcome, Visit
 
 _QUIET_PATHS = frozenset({"/health", "/ready", "/metrics"})
 """Paths that probes request every few seconds: logged at level debug."""
@@ -56,52 +56,52 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        visit = Visit(scope)
-        if visit.method == "HEAD":  # the server sends the headers of a GET and drops the body
+        record = RequestRecord(scope)
+        if record.method == "HEAD":  # the server sends the headers of a GET and drops the body
             scope = {**scope, "method": "GET"}
-        if visit.is_generating:
+        if record.is_generating:
             self._front.metrics.received()
         outcome: Outcome = "failed"
         try:
-            await self._answer(visit, scope, receive, _with_request_id(visit, send))
-            outcome = visit.end()
+            await self._answer(record, scope, receive, _with_request_id(record, send))
+            outcome = record.end()
         except (ClientLeft, asyncio.CancelledError) as error:
             outcome = "aborted"
-            visit.error = "the client has left" if isinstance(error, ClientLeft) else "the server has ended"
+            record.error = "the client has left" if isinstance(error, ClientLeft) else "the server has ended"
             if not isinstance(error, ClientLeft):
                 raise
         finally:
             try:
-                visit.on_end.close()  # first: frees the engine from requests without a client
+                record.on_end.close()  # first: frees the engine from requests without a client
             finally:
-                self._record_end(visit, outcome)
+                self._record_end(record, outcome)
 
-    def _record_end(self, visit: Visit, outcome: Outcome) -> None:
-        self._front.leave(visit)
-        if visit.is_generating:
-            self._front.metrics.ended(visit, outcome)
-        line = without_key(self._front.options, visit.line(outcome))
-        (self._log.debug if visit.path in _QUIET_PATHS else self._log.info)(line)
+    def _record_end(self, record: RequestRecord, outcome: Outcome) -> None:
+        self._front.leave(record)
+        if record.is_generating:
+            self._front.metrics.ended(record, outcome)
+        line = without_key(self._front.options, record.line(outcome))
+        (self._log.debug if record.path in _QUIET_PATHS else self._log.info)(line)
 
-    async def _answer(self, visit: Visit, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(self, record: RequestRecord, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            body = await self._admit(visit, scope, receive)
-            await self._run_until_disconnect(visit, scope, body, receive, send)
+            body = await self._admit(record, scope, receive)
+            await self._run_until_disconnect(record, scope, body, receive, send)
         except ApiError as error:
             await error.response(scope, receive, send)
         except ClientLeft:
             raise
         except Exception as error:
-            visit.outcome, visit.error = "failed", f"{type(error).__name__}: {error}"
+            record.outcome, record.error = "failed", f"{type(error).__name__}: {error}"
             text = "".join(traceback.format_exception(error))
-            self._log.error(without_key(self._front.options, f"{visit.request_id} failed\n{text}"))
-            if visit.status is None:
-                ours = ApiError(500, f"the server failed; its log has the reason under {visit.request_id}")
+            self._log.error(without_key(self._front.options, f"{record.request_id} failed\n{text}"))
+            if record.status is None:
+                ours = ApiError(500, f"the server failed; its log has the reason under {record.request_id}")
                 await ours.response(scope, receive, send)
             else:
                 raise  # the response has begun: only a closed connection marks it as incomplete
 
-    async def _admit(self, visit: Visit, scope: Scope, receive: Receive) -> bytes:
+    async def _admit(self, record: RequestRecord, scope: Scope, receive: Receive) -> bytes:
         """Authorize a request and return its body.
 
         Raises:
@@ -110,9 +110,9 @@ class Gate:
         """
         headers, limit = Headers(scope=scope), self._front.options.max_body_bytes
         try:
-            check_key(self._front.options, visit.path, headers.get("authorization", "").encode("latin-1"))
-            if visit.is_generating:
-                self._front.enter(visit)
+            check_key(self._front.options, record.path, headers.get("authorization", "").encode("latin-1"))
+            if record.is_generating:
+                self._front.enter(record)
             length = headers.get("content-length", "0")
             if length.isdecimal() and int(length) > limit:
                 raise _body_size_error(limit)
@@ -149,7 +149,7 @@ class Gate:
 
     # See [Note: a client that disconnects].
     async def _run_until_disconnect(
-        self, visit: Visit, scope: Scope, body: bytes, receive: Receive, send: Send
+        self, record: RequestRecord, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:
         to_read: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
 
@@ -158,11 +158,11 @@ class Gate:
                 await asyncio.Event().wait()  # never set: the gate itself receives the disconnect
             return to_read.pop()
 
-        if not visit.is_generating:
+        if not record.is_generating:
             await self._app(scope, replay, send)
             return
         answering = asyncio.ensure_future(self._app(scope, replay, send))
-        leaving = asyncio.ensure_future(_wait_for_disconnect(visit, receive))
+        leaving = asyncio.ensure_future(_wait_for_disconnect(record, receive))
         try:
             # The first of the two to complete; the other one is cancelled and awaited below.
             await asyncio.wait((answering, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -201,25 +201,25 @@ async def _discard_body(scope: Scope, receive: Receive) -> None:
         size += len(message.get("body", b""))
 
 
-async def _wait_for_disconnect(visit: Visit, receive: Receive) -> None:
+async def _wait_for_disconnect(record: RequestRecord, receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         continue
-    visit.has_left = True
+    record.has_left = True
 
 
-def _with_request_id(visit: Visit, send: Send) -> Send:
-    """Add the request id to the response headers, and record the status in the visit.
+def _with_request_id(record: RequestRecord, send: Send) -> Send:
+    """Add the request id to the response headers, and add the status to the record.
 
     To a disconnected client the server discards data silently, so a stream that a slow reader held up would
     seem to be complete.
     """
 
     async def named(message: Message) -> None:
-        if visit.has_left:
+        if record.has_left:
             raise ClientLeft
         if message["type"] == "http.response.start":
-            visit.status = message["status"]
-            name = (b"x-request-id", visit.request_id.encode())
+            record.status = message["status"]
+            name = (b"x-request-id", record.request_id.encode())
             message = {**message, "headers": [*message.get("headers", ()), name]}
         await send(message)
         if message.get("more_body", False):

@@ -8,7 +8,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from colossalai.inference import EngineStats, EngineStopped, Service
-from colossalai.serving._visit import Outcome, Visit
+from colossalai.serving._request_record import Outcome, RequestRecord
 
 OUTCOMES: tuple[Outcome, ...] = ("finished", "aborted", "rejected", "failed")
 
@@ -75,17 +75,17 @@ class Metrics(Collector):
         """Count a received request."""
         self._received.labels(self._service.info.name).inc()
 
-    def ended(self, visit: Visit, outcome: Outcome) -> None:
+    def ended(self, record: RequestRecord, outcome: Outcome) -> None:
         """Count the outcome of a request, and observe its latencies."""
-        model = visit.model or self._service.info.name
+        model = record.model or self._service.info.name
         self._ended.labels(model, outcome).inc()
-        if visit.first_token_at is not None:
-            self._first_token.labels(model).observe(visit.first_token_at - visit.began_at)
+        if record.first_token_at is not None:
+            self._first_token.labels(model).observe(record.first_token_at - record.began_at)
         if outcome == "finished":
-            self._request.labels(model).observe(visit.age_s)
-            if visit.first_token_at is not None and visit.most_tokens > 1:
-                duration = visit.last_token_at - visit.first_token_at
-                self._token.labels(model).observe(duration / (visit.most_tokens - 1))
+            self._request.labels(model).observe(record.age_s)
+            if record.first_token_at is not None and record.most_tokens > 1:
+                duration = record.last_token_at - record.first_token_at
+                self._token.labels(model).observe(duration / (record.most_tokens - 1))
 
     def collect(self) -> Iterator[Metric]:
         """Yield all metrics, those of the engine read at this moment."""

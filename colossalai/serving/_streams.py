@@ -20,7 +20,7 @@ from colossalai.serving._errors import RETRY_AFTER_S, ApiError, failure, refusal
 from colossalai.serving._metrics import Metrics
 from colossalai.serving._options import ServerOptions
 from colossalai.serving._prompts import Prompts
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
 
 ABORT_S = 5.0
 """Seconds for aborted requests to send their last delta at shutdown."""
@@ -29,7 +29,7 @@ _LOOK_S = 0.1  # interval at which the drain polls `is_in_a_hurry`
 
 T = TypeVar("T")
 
-Heard = tuple[int, Delta]
+IndexedDelta = tuple[int, Delta]
 """Index of a request of a call, and a delta of its answer."""
 
 
@@ -40,18 +40,18 @@ class Reply:
         service: The engine.
         door: The thread that calls the engine.
         requests: One request for each prompt.
-        visit: The call, where tokens and times are recorded.
+        record: Record of the call, where tokens and times are recorded.
     """
 
     def __init__(
-        self, service: Service, door: ThreadPoolExecutor, requests: Sequence[Request], visit: Visit
+        self, service: Service, door: ThreadPoolExecutor, requests: Sequence[Request], record: RequestRecord
     ) -> None:
         self._service = service
         self._door = door
         self._requests = requests
-        self._visit = visit
+        self._record = record
         self._loop = asyncio.get_running_loop()
-        self._arrived: list[Heard] = []
+        self._arrived: list[IndexedDelta] = []
         self._error: BaseException | None = None
         self._wake = asyncio.Event()
         self._open = {index: request.params.n for index, request in enumerate(requests)}  # answers to come
@@ -68,7 +68,7 @@ class Reply:
         """
         await self._loop.run_in_executor(self._door, self._submit)
 
-    async def next(self) -> list[Heard] | None:
+    async def next(self) -> list[IndexedDelta] | None:
         """Wait for the next deltas; None after the last one.
 
         Raises:
@@ -81,8 +81,8 @@ class Reply:
                 return None
             self._wake.clear()
             await self._wake.wait()
-        heard, self._arrived = self._arrived, []
-        return heard
+        deltas, self._arrived = self._arrived, []
+        return deltas
 
     def abort(self) -> None:
         """Abort the open requests; their last deltas are still delivered."""
@@ -133,15 +133,15 @@ class Reply:
     def _record_delta(self, index: int, delta: Delta) -> None:
         if delta.is_restart:
             void = [place for place in self._num_tokens if place[0] == index]
-            self._visit.generated_tokens -= sum(self._num_tokens.pop(place) for place in void)
+            self._record.generated_tokens -= sum(self._num_tokens.pop(place) for place in void)
         if delta.token_ids:
-            visit, place = self._visit, (index, delta.index)
-            visit.last_token_at = time.monotonic()
-            if visit.first_token_at is None:
-                visit.first_token_at = visit.last_token_at
-            visit.generated_tokens += len(delta.token_ids)
+            record, place = self._record, (index, delta.index)
+            record.last_token_at = time.monotonic()
+            if record.first_token_at is None:
+                record.first_token_at = record.last_token_at
+            record.generated_tokens += len(delta.token_ids)
             self._num_tokens[place] = self._num_tokens.get(place, 0) + len(delta.token_ids)
-            visit.most_tokens = max(visit.most_tokens, self._num_tokens[place])
+            record.most_tokens = max(record.most_tokens, self._num_tokens[place])
 
 
 class Front:
@@ -162,7 +162,7 @@ class Front:
         self._is_over = False  # the time to drain is over
         self._door = ThreadPoolExecutor(1, thread_name_prefix="colossalai-serving-door")
         self._slow = ThreadPoolExecutor(2, thread_name_prefix="colossalai-serving-slow")
-        self._visits: set[Visit] = set()
+        self._records: set[RequestRecord] = set()
         self._replies: set[Reply] = set()
         self._is_empty = asyncio.Event()
         self._is_empty.set()
@@ -172,12 +172,14 @@ class Front:
         """Name and limits of the served model."""
         return self.service.info
 
-    async def ask(self, requests: Sequence[Request], visit: Visit, *, full_status: int = 429) -> Reply:
-        """Submit requests to the engine; those still open when the visit ends are aborted.
+    async def ask(
+        self, requests: Sequence[Request], record: RequestRecord, *, full_status: int = 429
+    ) -> Reply:
+        """Submit requests to the engine; those still open when the call ends are aborted.
 
         Args:
             requests: One for each prompt.
-            visit: The call.
+            record: Record of the call.
             full_status: HTTP status if the queue is full.
 
         Raises:
@@ -185,10 +187,10 @@ class Front:
         """
         if self._is_over:
             raise ending()
-        reply = Reply(self.service, self._door, requests, visit)
+        reply = Reply(self.service, self._door, requests, record)
         self._replies.add(reply)
-        visit.on_end.callback(self._replies.discard, reply)
-        visit.on_end.callback(reply.close)
+        record.on_end.callback(self._replies.discard, reply)
+        record.on_end.callback(reply.close)
         try:
             await reply.submit()
         except Exception as error:
@@ -199,7 +201,7 @@ class Front:
         """Run a slow or blocking function in a thread."""
         return await asyncio.get_running_loop().run_in_executor(self._slow, function)
 
-    def enter(self, visit: Visit) -> None:
+    def enter(self, record: RequestRecord) -> None:
         """Record a new generating request.
 
         Raises:
@@ -207,13 +209,13 @@ class Front:
         """
         if self.is_draining:
             raise ending()
-        self._visits.add(visit)
+        self._records.add(record)
         self._is_empty.clear()
 
-    def leave(self, visit: Visit) -> None:
+    def leave(self, record: RequestRecord) -> None:
         """Record the end of a request."""
-        self._visits.discard(visit)
-        if not self._visits:
+        self._records.discard(record)
+        if not self._records:
             self._is_empty.set()
 
     async def drain(self, seconds: float, is_in_a_hurry: Callable[[], bool]) -> None:
@@ -225,14 +227,14 @@ class Front:
         """
         self.is_draining = True
         end = time.monotonic() + seconds
-        while self._visits and time.monotonic() < end and not is_in_a_hurry():
+        while self._records and time.monotonic() < end and not is_in_a_hurry():
             await self._wait_until_empty(min(_LOOK_S, end - time.monotonic()))
-        if self._visits:
+        if self._records:
             self._is_over = True
             why = f"{seconds:g} s were not enough for them"
             if time.monotonic() < end:
                 why = "a second signal asked for the end at once"
-            get_dist_logger().warning(f"{len(self._visits)} requests are aborted: {why}")
+            get_dist_logger().warning(f"{len(self._records)} requests are aborted: {why}")
             for reply in self._replies:
                 reply.abort()
             await self._wait_until_empty(ABORT_S)
@@ -248,7 +250,7 @@ class Front:
     async def _wait_until_empty(self, seconds: float) -> bool:
         with suppress(TimeoutError):
             await asyncio.wait_for(self._is_empty.wait(), seconds)
-        return not self._visits
+        return not self._records
 
 
 def ending() -> ApiError:

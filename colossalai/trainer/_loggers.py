@@ -71,9 +71,9 @@ class JsonLinesLogger(MetricLogger):
     def start(self, settings: Mapping[str, Any]) -> None:
         """Open the file."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        is_torn = _ends_within_a_line(self.path)
+        is_truncated = _ends_within_a_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
-        if is_torn:
+        if is_truncated:
             self._file.write("\n")
 
     def log(self, group: str, values: Mapping[str, float], *, step: int, epoch: int) -> None:
@@ -120,9 +120,9 @@ class CSVLogger(MetricLogger):
         if new := [name for name in row if name not in columns]:
             columns += new
             _widen(path, columns)
-        is_torn = _ends_within_a_line(path)
+        is_truncated = _ends_within_a_line(path)
         with path.open("a", encoding="utf-8", newline="") as file:
-            if is_torn:
+            if is_truncated:
                 file.write("\n")
             csv.DictWriter(file, columns).writerow(row)
 

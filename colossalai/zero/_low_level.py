@@ -128,7 +128,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                     "the gradients; make the optimizer with zero_optim_wrapper, which has those of the scale"
                 )
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        shards = model.data.stand_ins(optimizer, model.masters)
+        shards = model.data.optimizer_params(optimizer, model.masters)
         model.masters = model.masters.without(held)
         if model.first_optimizer is None:
             ranks = model.replicas.mesh.group(tuple(model.replicas.mesh.axes))

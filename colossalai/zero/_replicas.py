@@ -143,7 +143,7 @@ class _Cut(AppliedDataMethod):
         for reducer in self._reducers:
             reducer.finish()
 
-    def stand_ins(
+    def optimizer_params(
         self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
     ) -> Shards:
         """Cut an optimizer over the replicas; parameters that no optimizer holds are not averaged.

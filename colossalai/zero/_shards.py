@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import STATE_KEY, StandIns
+from colossalai.amp import STATE_KEY, OptimizerParams
 from colossalai.context import Axis
 from colossalai.tensor import FlatRange, set_range_of_states
 from colossalai.zero._bucket_grads import BucketGrads
@@ -21,7 +21,7 @@ from colossalai.zero._weights import BucketFragments, BucketWeights, Fragment, m
 from colossalai.zero._windows import step_in_windows
 
 
-class Shards(StandIns):
+class Shards(OptimizerParams):
     """The fragments of an optimizer's parameters.
 
     Args:

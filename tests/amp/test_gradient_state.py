@@ -61,7 +61,7 @@ class Case:
         self.model = copy.deepcopy(self.twin)
         self.plain = torch.optim.SGD(self.twin.parameters(), lr=0.1)
         raw = torch.optim.SGD(self.model.parameters(), lr=0.1)
-        masters = precision and precision.convert_model(self.model, float32_grads=False).stand_in(raw)
+        masters = precision and precision.convert_model(self.model, float32_grads=False).replace_params(raw)
         self.optimizer = OptimizerWrapper(raw, group=OptimizerGroup(loss_scaler), masters=masters or None)
         self.dtype = next(self.model.parameters()).dtype
 

@@ -174,7 +174,7 @@ def test_gradients_accumulate_in_float32():
     linear = nn.Linear(1, 1, bias=False)
     masters = NaiveFP16().convert_model(linear, float32_grads=True)
     optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
-    masters = masters.stand_in(optimizer)
+    masters = masters.replace_params(optimizer)
     for value in [1.0, *[2.0**-12] * 4]:  # which float16 would round away, one by one
         linear(torch.full((1, 1), value, dtype=torch.float16)).float().sum().backward()
     masters.take_grads()

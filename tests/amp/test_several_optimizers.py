@@ -47,12 +47,12 @@ class Run:
         names = {param: name for name, param in self.model.named_parameters()}
         if master_weights:
             masters = NaiveFP16().convert_model(self.model, float32_grads=False)
-            stand_ins = [masters.stand_in(optimizer) for optimizer in raw]
+            optimizer_params = [masters.replace_params(optimizer) for optimizer in raw]
         else:
-            stand_ins = [None, None]
+            optimizer_params = [None, None]
         group = OptimizerGroup(self.scaler)
-        first = OptimizerWrapper(raw[0], group=group, param_names=names, masters=stand_ins[0])
-        last = OptimizerWrapper(raw[1], group=group, param_names=names, masters=stand_ins[1])
+        first = OptimizerWrapper(raw[0], group=group, param_names=names, masters=optimizer_params[0])
+        last = OptimizerWrapper(raw[1], group=group, param_names=names, masters=optimizer_params[1])
         self.optimizers = (first, last)
         self.plain = tuple(self._optimizer(part) for part in (self.twin.first, self.twin.last))
         self.dtype = torch.float16 if master_weights else torch.float32

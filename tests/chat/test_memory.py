@@ -164,7 +164,7 @@ def test_all_models_of_ppo_are_told(tmp_path):
     assert told["fits"]
 
 
-class Heard:
+class RecordingLogger:
     """A logger that keeps what it is told."""
 
     def __init__(self):
@@ -180,7 +180,7 @@ class Heard:
 def short_of_memory(share, folder):
     """Train where there is a share of what a rank takes in all; return what is said."""
     colossalai.launch_from_torch({}, seed=0, verbose=False)
-    heard = Heard()
+    heard = RecordingLogger()
     _memory.get_dist_logger = lambda: heard
     model = causal().float()
     whole = sum(param.numel() for param in model.parameters())
@@ -229,7 +229,7 @@ def test_what_does_not_fit_is_said_with_the_plan_that_does(share, proposal, tmp_
 
 def silent_run():
     colossalai.launch_from_torch({}, seed=0, verbose=False)
-    heard = Heard()
+    heard = RecordingLogger()
     _memory.get_dist_logger = lambda: heard
     model = causal().float()
     GRPO(reward=lambda prompt, answer, row: float(len(answer)), group_size=2, max_length=32).fit(

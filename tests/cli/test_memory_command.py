@@ -111,7 +111,7 @@ def test_activations_are_what_a_forward_saves(name):
 def test_states_are_what_a_step_leaves(name):
     model, computing, masters = convert(name)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    wrapped = OptimizerWrapper(optimizer, masters=masters.stand_in(optimizer))
+    wrapped = OptimizerWrapper(optimizer, masters=masters.replace_params(optimizer))
     wrapped.backward(loss_of(computing))
     wrapped.step()
     held = {

@@ -54,7 +54,7 @@ def answers(folder: str, tp: int, pp: int, quantize: str | None) -> Any:
         for number, prompt in enumerate(prompts(*MIXED))
     ]
     for collector in collectors:
-        engine.submit(collector.request, collector.hear)
+        engine.submit(collector.request, collector.on_delta)
     while engine.has_work:
         engine.step()
     engine.executor.close()

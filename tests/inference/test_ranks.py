@@ -42,7 +42,7 @@ def answers(
         for number, prompt in enumerate(prompts(*lengths))
     ]
     for collector in collectors:
-        engine.submit(collector.request, collector.hear)
+        engine.submit(collector.request, collector.on_delta)
     while engine.has_work:
         engine.step()
     engine.executor.keep_alive()
@@ -135,7 +135,7 @@ def failing_alone() -> Any:
     for number, prompt in enumerate(([5, 7, 9], [5, 3, 9], [11] * 20)):
         request = Request(request_id=str(number), prompt_token_ids=tuple(prompt), params=params)
         collectors.append(Collector(request))
-        engine.submit(request, collectors[-1].hear)
+        engine.submit(request, collectors[-1].on_delta)
     while engine.has_work:
         engine.step()
     engine.executor.close()

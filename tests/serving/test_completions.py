@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colossalai.inference import Delta, SamplingParams, Structure
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
 from colossalai.serving.routes._openai import _DeltaBuffer
 from tests.serving.conftest import Site
 from tests.serving.fake import FakeService
@@ -241,11 +241,11 @@ def test_what_cannot_be_has_a_number(site: Site) -> None:
 
 
 def test_other_answers_wait_for_the_prompts_own_part() -> None:
-    visit = Visit({"type": "http", "method": "POST", "path": "/v1/completions"})
+    record = RequestRecord({"type": "http", "method": "POST", "path": "/v1/completions"})
     holder = _DeltaBuffer(True)
 
     def delta(index: int, text: str) -> Delta:
-        return Delta(request_id=visit.request_id, index=index, text=text)
+        return Delta(request_id=record.request_id, index=index, text=text)
 
     assert holder.pass_on([(0, delta(1, "a")), (1, delta(0, "b"))]) == [(1, delta(0, "b"))]
     assert holder.pass_on([(0, delta(1, "c")), (1, delta(1, "d"))]) == [(1, delta(1, "d"))]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colossalai.serving._gate import ClientLeft, _with_request_id
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
 from tests.serving.conftest import Site, wait_until
 from tests.serving.fake import LIMIT_S
 
@@ -45,7 +45,7 @@ def assert_all_is_back(site: Site, aborted: int) -> None:
     assert site.service.is_idle()
     assert sorted(site.service.aborted) == sorted(request.request_id for request in site.service.seen)
     front = site.server._app.front
-    assert not front._visits
+    assert not front._records
     assert not front._replies
 
 
@@ -143,16 +143,16 @@ def test_a_reader_that_stops_reading_stops_nobody_else(site: Site) -> None:
 
 def test_nothing_is_sent_to_a_client_that_has_left() -> None:
     """The server would take it without a word, and the stream would seem to have been read."""
-    visit = Visit({"type": "http", "method": "POST", "path": "/generation"})
+    record = RequestRecord({"type": "http", "method": "POST", "path": "/generation"})
     sent: list[Any] = []
 
     async def send(message: Any) -> None:
         sent.append(message)
 
-    named = _with_request_id(visit, send)
+    named = _with_request_id(record, send)
     part = {"type": "http.response.body", "body": b"a", "more_body": True}
     asyncio.run(named(part))
-    visit.has_left = True
+    record.has_left = True
     with pytest.raises(ClientLeft):
         asyncio.run(named(part))
     assert sent == [part]

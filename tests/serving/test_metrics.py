@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
 from tests.serving.conftest import Site, wait_until
 from tests.serving.fake import FakeService
 from tests.serving.test_leaving import open_request
@@ -158,21 +158,21 @@ def test_numbers_of_the_engine(start: Any) -> None:
 
 def test_times_are_those_of_the_visit(site: Site) -> None:
     metrics = site.server._app.front.metrics
-    visit = Visit({"type": "http", "method": "POST", "path": "/generation"})
-    visit.first_token_at = visit.began_at + 0.25
-    visit.last_token_at = visit.began_at + 2.25
-    visit.generated_tokens, visit.most_tokens = 18, 9  # two answers of nine tokens, made together
-    visit.began_at -= 100.0
-    visit.first_token_at -= 100.0
-    visit.last_token_at -= 100.0
+    record = RequestRecord({"type": "http", "method": "POST", "path": "/generation"})
+    record.first_token_at = record.began_at + 0.25
+    record.last_token_at = record.began_at + 2.25
+    record.generated_tokens, record.most_tokens = 18, 9  # two answers of nine tokens, made together
+    record.began_at -= 100.0
+    record.first_token_at -= 100.0
+    record.last_token_at -= 100.0
     metrics.received()
-    metrics.ended(visit, "finished")
+    metrics.ended(record, "finished")
     found = values(site)
     assert found["colossalai_time_to_first_token_seconds_sum", ""] == pytest.approx(0.25)
     assert found["colossalai_time_per_output_token_seconds_sum", ""] == pytest.approx(2 / 8)
     assert found["colossalai_request_duration_seconds_sum", ""] >= 100.0
     metrics.received()
-    metrics.ended(visit, "aborted")
+    metrics.ended(record, "aborted")
     found = values(site)
     assert found["colossalai_time_to_first_token_seconds_count", ""] == 2
     assert found["colossalai_time_per_output_token_seconds_count", ""] == 1
@@ -247,7 +247,7 @@ def assert_nothing_is_lost(start: Any, num_clients: int, num_requests: int) -> N
     assert refused <= found["rejected"] <= refused + sent["leaves"]
     assert found["aborted"] <= sent["leaves"]
     front = site.server._app.front
-    assert not front._visits
+    assert not front._records
     assert not front._replies
     stats = site.service.stats()
     assert (stats.running, stats.queued, stats.blocks["used"]) == (0, 0, 0)

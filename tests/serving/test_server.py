@@ -80,7 +80,7 @@ def test_after_the_drain_the_rest_is_aborted_and_told_so(start: Any, stream: boo
     assert sum(len(results[0].text) for _, results in asked) > 0
     assert len(site.service.aborted) == 2
     assert 'outcome="aborted"} 2.0' in front.metrics.text().decode()
-    assert not front._visits
+    assert not front._records
 
 
 def test_what_never_says_its_last_word_is_cut_off(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,16 +160,16 @@ def test_ipv6_and_a_context_manager(tokenizer: Any) -> None:
 def test_no_file_descriptor_and_no_thread_stays(tokenizer: Any) -> None:
     service = FakeService(tokenizer)
 
-    def visit() -> int:
+    def record() -> int:
         with Server(service, ServerOptions(port=0)) as server, httpx.Client(trust_env=False) as client:
             for _ in range(20):
                 client.post(f"{server.url}/generation", json={"prompt": "the", "max_tokens": 1})
             client.get(f"{server.url}/metrics")
         return len(os.listdir("/proc/self/fd"))
 
-    visit()
+    record()
     threads = threading.active_count()
-    assert visit() == visit()
+    assert record() == record()
     assert threading.active_count() == threads
     service.stop()
 

@@ -146,7 +146,7 @@ def test_groups_with_parameters_without_masters_are_refused():
     param = nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
     raw = torch.optim.SGD([param], lr=0.1)
     masters = Masters({param: nn.Parameter(param.detach().float())})
-    optimizer = OptimizerWrapper(raw, masters=masters.stand_in(raw))
+    optimizer = OptimizerWrapper(raw, masters=masters.replace_params(raw))
     optimizer.param_groups = [dict(optimizer.param_groups[0], lr=0.3)]
     with pytest.raises(ValueError, match="float32 master would be missing"):
         optimizer.param_groups = [dict(raw.param_groups[0], params=[param])]

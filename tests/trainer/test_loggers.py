@@ -28,7 +28,7 @@ from tests.trainer.test_hooks import halving
 pytestmark = pytest.mark.unit
 
 
-class Heard(MetricLogger):
+class RecordingLogger(MetricLogger):
     """Keeps what it is told."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def rows_of(path: Path) -> list[dict[str, str]]:
 
 
 def test_what_a_logger_hears() -> None:
-    logger = Heard()
+    logger = RecordingLogger()
     fit(logger, epochs=1, interval=2)
     assert logger.calls == [
         "start",
@@ -82,7 +82,7 @@ def test_what_a_logger_hears() -> None:
 
 @pytest.mark.parametrize("error", [RuntimeError("lost"), KeyboardInterrupt()], ids=["error", "ctrl-c"])
 def test_loggers_are_closed_when_a_training_fails(error: BaseException) -> None:
-    logger, second = Heard(), Heard()
+    logger, second = RecordingLogger(), RecordingLogger()
 
     def fail(*_: Any) -> None:
         raise error

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import colossalai
 from colossalai.trainer import CSVLogger, JsonLinesLogger, MetricLogger, TensorboardLogger
-from tests.trainer.test_loggers import Heard
+from tests.trainer.test_loggers import RecordingLogger
 
 pytestmark = pytest.mark.unit
 
@@ -73,7 +73,7 @@ def test_other_ranks_check_their_arguments_and_write_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RANK", "1")
-    logger = Heard()
+    logger = RecordingLogger()
     with colossalai.tracker(logger, JsonLinesLogger(tmp_path / "metrics.jsonl")) as tracker:
         tracker.log({"loss": 1.0}, step=1)
         with pytest.raises(ValueError, match="step=-1"):
@@ -84,7 +84,7 @@ def test_other_ranks_check_their_arguments_and_write_nothing(
 
 
 def test_an_exception_closes_the_loggers_as_failed() -> None:
-    logger = Heard()
+    logger = RecordingLogger()
     with pytest.raises(KeyboardInterrupt), colossalai.tracker(logger) as tracker:
         raise KeyboardInterrupt
     assert logger.calls == ["start", "close failed"]
@@ -95,7 +95,7 @@ def test_an_exception_closes_the_loggers_as_failed() -> None:
 
 
 def test_a_logger_that_cannot_start_closes_those_before_it() -> None:
-    logger = Heard()
+    logger = RecordingLogger()
     with pytest.raises(OSError, match="no route"):
         colossalai.tracker(logger, Failing())
     assert logger.calls == ["start", "close failed"]
@@ -117,18 +117,18 @@ def test_a_logger_that_cannot_start_closes_those_before_it() -> None:
     ],
 )
 def test_wrong_figures_are_refused_and_nothing_is_written(values: Any, place: Any, message: str) -> None:
-    logger = Heard()
+    logger = RecordingLogger()
     with colossalai.tracker(logger) as tracker, pytest.raises(ValueError, match=message):
         tracker.log(values, **place)
     assert logger.calls == ["start", "close"]
 
 
 def test_wrong_loggers_are_refused() -> None:
-    logger: Any = Heard()
+    logger: Any = RecordingLogger()
     for loggers, settings, message in (
         ((), None, "no logger"),
         (("metrics.jsonl",), None, "'metrics.jsonl' is not a MetricLogger"),
-        ((Heard,), None, "is not a MetricLogger"),
+        ((RecordingLogger,), None, "is not a MetricLogger"),
         ((logger, logger), None, "the same logger twice"),
         ((logger,), "lr=1", "settings='lr=1' is not a mapping"),
     ):

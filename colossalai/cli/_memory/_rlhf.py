@@ -23,8 +23,8 @@ from colossalai.cli._memory._shape import read_config
 from colossalai.cli._picture import bytes_of, size_text
 from colossalai.runtime.memory import (
     STORAGE,
-    Held,
     MemoryPlan,
+    RankMemory,
     RlhfMemory,
     RlhfNumbers,
     RlhfSetup,
@@ -329,7 +329,7 @@ def _as_dict(
                     "ranks": row.num_ranks,
                     **asdict(memory.plan),
                     "lora": has_adapters,
-                    "models": {model: _held_dict(held) for model, held in memory.models.items()},
+                    "models": {model: _rank_memory_dict(held) for model, held in memory.models.items()},
                     "bytes": memory.num_bytes,
                     "host_bytes": memory.host_bytes,
                     "fits": memory.num_bytes <= limit,
@@ -345,7 +345,7 @@ def _as_dict(
     }
 
 
-def _held_dict(held: Held) -> dict[str, Any]:
+def _rank_memory_dict(held: RankMemory) -> dict[str, Any]:
     return {
         "bytes": held.num_bytes,
         "host_bytes": held.host_bytes,

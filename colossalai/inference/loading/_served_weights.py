@@ -55,7 +55,7 @@ class ServedWeights:
         is_owned: Whether its parts will be replaced by faster ones.
 
     Attributes:
-        is_torn: Whether an update has failed midway on any rank, with some values new and others old.
+        is_partly_updated: Whether an update has failed midway on any rank: some values are new, others old.
     """
 
     def __init__(self, model: nn.Module, device: torch.device, *, is_owned: bool) -> None:
@@ -64,7 +64,7 @@ class ServedWeights:
         self._skeleton: nn.Module | None = None
         self._in_codes: nn.Module | None = None
         self._targets: dict[str, nn.Module] = {}
-        self.is_torn = False
+        self.is_partly_updated = False
         quantized = [layer for layer in model.modules() if isinstance(layer, QuantizedLinear)]
         self._way = quantized[0].way if quantized else None
         if is_owned or quantized:
@@ -95,10 +95,10 @@ class ServedWeights:
 
         Raises:
             ValueError: `source` does not fit (the message lists all names and shapes) and nothing has
-                changed; or, with `is_torn`, it could not be read to its end.
+                changed; or, with `is_partly_updated`, it could not be read to its end.
             OSError: `source` cannot be read; nothing has changed.
         """
-        was_torn, self.is_torn = self.is_torn, False
+        was_partly_updated, self.is_partly_updated = self.is_partly_updated, False
         try:
             opened = open_source(source)
             skeleton = self._skeleton
@@ -108,14 +108,14 @@ class ServedWeights:
                 self._model if skeleton is None else skeleton, opened, apply=partial(self._apply, skeleton)
             )
         except BaseException:
-            self.is_torn |= was_torn
+            self.is_partly_updated |= was_partly_updated
             raise
-        self.is_torn = False  # all ranks have succeeded: `fill_from` exchanges their errors
+        self.is_partly_updated = False  # all ranks have succeeded: `fill_from` exchanges their errors
 
     def _apply(self, skeleton: nn.Module | None, plan: ModelLoadPlan) -> None:
         if plan.computed:
             raise ValueError(f"{', '.join(plan.computed)} are not tensors, and cannot be replaced")
-        self.is_torn = True
+        self.is_partly_updated = True
         stored = {id(tensor): found for tensor, found in plan.copies}
         num_done = 0
         try:

@@ -1,6 +1,6 @@
 """A data method, a value of options, and its applied form, an object with state.
 
-`set_sync` of the applied form comes before each backward; `stand_ins` returns the parameters of an optimizer.
+`set_sync` of the applied form comes before each backward; `optimizer_params` returns those of an optimizer.
 """
 
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from colossalai.amp import Masters, StandIns
+from colossalai.amp import Masters, OptimizerParams
 from colossalai.communication import broadcast
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
@@ -112,9 +112,9 @@ class AppliedDataMethod(ABC):
     def finish(self) -> None:  # noqa: B027 - most methods are done with the backward
         """Wait until the gradients are equal on the replicas; collective over them."""
 
-    def stand_ins(
+    def optimizer_params(
         self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
-    ) -> StandIns:
+    ) -> OptimizerParams:
         """Replace an optimizer's parameters by the tensors to update, and return them.
 
         Args:
@@ -125,7 +125,7 @@ class AppliedDataMethod(ABC):
         Raises:
             ValueError: The method cannot take the optimizer.
         """
-        return masters.stand_in(optimizer)
+        return masters.replace_params(optimizer)
 
     def gathered(self, params: Collection[nn.Parameter] | None = None) -> AbstractContextManager[None]:
         """Return a block within which parameters can be read and written; collective where a rank has slices.

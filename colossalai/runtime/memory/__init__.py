@@ -20,14 +20,14 @@ from colossalai.runtime.memory._formulas import float32_grads_row as float32_gra
 from colossalai.runtime.memory._formulas import output_row as output_row
 from colossalai.runtime.memory._formulas import state_bytes as state_bytes
 from colossalai.runtime.memory._formulas import state_rows as state_rows
-from colossalai.runtime.memory._rlhf import Held as Held
 from colossalai.runtime.memory._rlhf import MemoryPlan as MemoryPlan
+from colossalai.runtime.memory._rlhf import RankMemory as RankMemory
 from colossalai.runtime.memory._rlhf import RlhfMemory as RlhfMemory
 from colossalai.runtime.memory._rlhf import RlhfSetup as RlhfSetup
-from colossalai.runtime.memory._rlhf import held_in_training as held_in_training
 from colossalai.runtime.memory._rlhf import plans_of as plans_of
 from colossalai.runtime.memory._rlhf import rlhf_memory as rlhf_memory
 from colossalai.runtime.memory._rlhf import rollout_bytes as rollout_bytes
+from colossalai.runtime.memory._rlhf import training_memory as training_memory
 from colossalai.runtime.memory._start import bytes_text as bytes_text
 from colossalai.runtime.memory._start import held_from_the_first_step as held_from_the_first_step
 from colossalai.runtime.memory._start import num_states as num_states

@@ -60,7 +60,7 @@ class MemoryPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Held:
+class RankMemory:
     """Memory of a rank.
 
     Attributes:
@@ -92,7 +92,7 @@ class RlhfMemory:
     """
 
     plan: MemoryPlan
-    models: Mapping[str, Held]
+    models: Mapping[str, RankMemory]
 
     @property
     def num_bytes(self) -> int:
@@ -153,18 +153,18 @@ def rlhf_memory(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> Rlh
         plan: Distribution over the ranks.
     """
     found = {
-        "actor": held_in_training(numbers.policy, setup.storage, plan),
-        "critic": held_in_training(numbers.value, setup.storage, plan),
-        "reference": _held_frozen(numbers.policy.as_frozen(), setup.storage, plan),
-        "reward": Held(device=(_whole_row(numbers.whole_value, setup.storage),)),
-        "rollouts": _held_by_rollouts(numbers, setup, plan),
+        "actor": training_memory(numbers.policy, setup.storage, plan),
+        "critic": training_memory(numbers.value, setup.storage, plan),
+        "reference": _frozen_memory(numbers.policy.as_frozen(), setup.storage, plan),
+        "reward": RankMemory(device=(_whole_row(numbers.whole_value, setup.storage),)),
+        "rollouts": _rollout_memory(numbers, setup, plan),
     }
     if setup.has_adapters:
-        found["reference"] = Held()
+        found["reference"] = RankMemory()
     return RlhfMemory(plan=plan, models={name: found[name] for name in setup.models})
 
 
-def held_in_training(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+def training_memory(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> RankMemory:
     """Return the memory of a rank for a trained model."""
     rows = state_rows(numbers.trained, storage, dp=plan.dp, zero=plan.zero)
     if storage.master and plan.zero == 0:
@@ -186,19 +186,19 @@ def rollout_bytes(per_token: int, *, itemsize: int, answers: int, tokens: int) -
     return cache_row(per_token, itemsize=itemsize, answers=answers, tokens=tokens).num_bytes
 
 
-def _held_frozen(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+def _frozen_memory(numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> RankMemory:
     return _place_rows(
         [frozen_row(numbers.frozen, storage, dp=plan.dp, zero=plan.zero)], numbers, storage, plan
     )
 
 
-def _place_rows(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> Held:
+def _place_rows(rows: list[Row], numbers: ParamNumbers, storage: Storage, plan: MemoryPlan) -> RankMemory:
     """Return rows by device and host memory."""
     chunks = (gathered_row(numbers.in_two_chunks, storage),) if plan.zero == 3 and _moves_chunks(plan) else ()
     if not plan.offload:
-        return Held(device=(*rows, *chunks))
+        return RankMemory(device=(*rows, *chunks))
     stays = [row for row in rows if plan.zero < 3 and row.name not in ON_HOST]
-    return Held(device=(*stays, *chunks), host=tuple(row for row in rows if row not in stays))
+    return RankMemory(device=(*stays, *chunks), host=tuple(row for row in rows if row not in stays))
 
 
 def _moves_chunks(plan: MemoryPlan) -> bool:
@@ -210,8 +210,8 @@ def _whole_row(num_params: int, storage: Storage) -> Row:
     return frozen_row(num_params, storage, dp=1, zero=0)
 
 
-def _held_by_rollouts(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> Held:
+def _rollout_memory(numbers: RlhfNumbers, setup: RlhfSetup, plan: MemoryPlan) -> RankMemory:
     itemsize = setup.storage.weight
     cache = cache_row(numbers.cached_per_token, itemsize=itemsize, answers=setup.answers, tokens=setup.tokens)
     shares = plan.zero < 3 and plan.tp == 1
-    return Held(device=(cache,) if shares else (cache, _whole_row(numbers.whole_policy, setup.storage)))
+    return RankMemory(device=(cache,) if shares else (cache, _whole_row(numbers.whole_policy, setup.storage)))

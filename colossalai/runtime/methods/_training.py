@@ -149,14 +149,14 @@ class WrappedOptimizers(PlanMethod):
             _follow_replaced_params(optimizer, job.model, job.names)
             own = {param for each in optimizer.param_groups for param in each["params"]}
             remaining = job.masters.without(own)
-            stand_ins = job.data.stand_ins(optimizer, job.masters, late=job.late_params)
+            optimizer_params = job.data.optimizer_params(optimizer, job.masters, late=job.late_params)
             job.masters = remaining
             job.wrapped.append(
                 kind(
                     optimizer,
                     group=group,
                     param_names=job.names_of(job.model),
-                    masters=stand_ins,
+                    masters=optimizer_params,
                     before_step=self.precision.step_hooks(),
                     max_norm=self.max_norm,
                     norm_type=self.norm_type,

@@ -76,7 +76,7 @@ class AnswerCache(ServiceInFront):
             version = self._version
             self._num_hits += found is not None
         if found is None:
-            self._service.submit(request, _CachingListener(self, request, key, version, listener).hear)
+            self._service.submit(request, _CachingListener(self, request, key, version, listener).on_delta)
             return
         for delta in found:
             listener(
@@ -138,19 +138,19 @@ class _CachingListener:
     ) -> None:
         self._cache, self._request, self._key, self._version = cache, request, key, version
         self._listener = listener
-        self._heard: list[list[Delta]] = [[] for _ in range(request.params.n)]
+        self._deltas: list[list[Delta]] = [[] for _ in range(request.params.n)]
 
-    def hear(self, heard: Delta | BaseException) -> None:
+    def on_delta(self, received: Delta | BaseException) -> None:
         """Forward a delta; complete answers are stored before the last delta is forwarded."""
-        if isinstance(heard, Delta) and heard.is_restart:
-            self._heard = [[] for _ in self._heard]
-        elif isinstance(heard, Delta):
-            self._heard[heard.index].append(heard)
-            ends = [deltas[-1].finish_reason if deltas else None for deltas in self._heard]
-            if heard.finish_reason is not None and all(reason in _WHOLE for reason in ends):
-                answers = tuple(map(_concatenate, self._heard))
+        if isinstance(received, Delta) and received.is_restart:
+            self._deltas = [[] for _ in self._deltas]
+        elif isinstance(received, Delta):
+            self._deltas[received.index].append(received)
+            ends = [deltas[-1].finish_reason if deltas else None for deltas in self._deltas]
+            if received.finish_reason is not None and all(reason in _WHOLE for reason in ends):
+                answers = tuple(map(_concatenate, self._deltas))
                 self._cache.keep(self._request, self._key, self._version, answers)
-        self._listener(heard)
+        self._listener(received)
 
 
 def key_of(request: Request) -> Hashable:

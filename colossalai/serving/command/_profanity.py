@@ -225,7 +225,9 @@ class ProfanityFilter(ServiceInFront):
                 "logprobs name the words that this server filters (--profanity-file); leave them out"
             )
         if not self._words.are_in(self.tokenizer.decode(request.prompt_token_ids, skip_special_tokens=True)):
-            self._service.submit(request, _FilterListener(self._service, self._words, request, listener).hear)
+            self._service.submit(
+                request, _FilterListener(self._service, self._words, request, listener).on_delta
+            )
             return
         for index in range(params.n):
             listener(
@@ -265,28 +267,30 @@ class _FilterListener:
         self._has_said = [False] * len(self._scans)
         self._num_open = len(self._scans)
 
-    def hear(self, heard: Delta | BaseException) -> None:
+    def on_delta(self, received: Delta | BaseException) -> None:
         """Forward a delta, up to the first forbidden word."""
-        if isinstance(heard, BaseException):
-            self._listener(heard)
+        if isinstance(received, BaseException):
+            self._listener(received)
             return
-        if heard.is_restart:
+        if received.is_restart:
             self._begin()
-            self._listener(heard)
+            self._listener(received)
             return
-        scan = self._scans[heard.index]
+        scan = self._scans[received.index]
         if scan.has_found:
             return
-        text = scan.push(heard.text)
-        if heard.finish_reason is not None:
+        text = scan.push(received.text)
+        if received.finish_reason is not None:
             text += scan.end()
         if scan.has_found:
-            gap = "\n\n" if self._has_said[heard.index] else ""  # after text that was already sent
-            heard = replace(heard, text=gap + REPLACEMENT, finish_reason="content_filter", stop_reason=None)
-            text = heard.text
-        self._has_said[heard.index] |= bool(text)
-        self._num_open -= heard.finish_reason is not None
-        self._listener(replace(heard, text=text))
+            gap = "\n\n" if self._has_said[received.index] else ""  # after text that was already sent
+            received = replace(
+                received, text=gap + REPLACEMENT, finish_reason="content_filter", stop_reason=None
+            )
+            text = received.text
+        self._has_said[received.index] |= bool(text)
+        self._num_open -= received.finish_reason is not None
+        self._listener(replace(received, text=text))
         if scan.has_found and not self._num_open:
             # The engine may hold a lock in this thread, its own one, so another thread calls abort.
             threading.Thread(

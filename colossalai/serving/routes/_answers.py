@@ -10,7 +10,7 @@ from pydantic import BaseModel
 
 from colossalai.inference import Delta, FinishReason, TokenLogprobs
 from colossalai.serving._prompts import Prompts, Tokens
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
 
 _IMPOSSIBLE = -9999.0
 
@@ -125,16 +125,16 @@ class Answers:
     Args:
         prompts: The prompts.
         n: Number of answers to each prompt.
-        visit: The call, where tokens are counted.
+        record: Record of the call, where tokens are counted.
     """
 
-    def __init__(self, prompts: Sequence[Tokens], n: int, visit: Visit) -> None:
-        self._visit = visit
+    def __init__(self, prompts: Sequence[Tokens], n: int, record: RequestRecord) -> None:
+        self._record = record
         self._n = n
         self.choices = [ChoiceSoFar(index) for index in range(len(prompts) * n)]
         self.prompt_logprobs: dict[int, tuple[TokenLogprobs, ...]] = {}
         self._num_cached = dict.fromkeys(range(len(prompts)), 0)
-        visit.prompt_tokens = sum(map(len, prompts))
+        record.prompt_tokens = sum(map(len, prompts))
 
     def add(self, prompt: int, delta: Delta) -> ChoiceSoFar:
         """Add a delta, and return its choice."""
@@ -150,9 +150,9 @@ class Answers:
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs[prompt] = delta.prompt_logprobs
         self._num_cached[prompt] = max(self._num_cached[prompt], delta.cached_tokens)
-        self._visit.cached_tokens = sum(self._num_cached.values())
+        self._record.cached_tokens = sum(self._num_cached.values())
         if delta.finish_reason == "abort":  # by the shutdown; a disconnected client receives nothing
-            self._visit.outcome = "aborted"
+            self._record.outcome = "aborted"
         return choice
 
     def prompt_of(self, choice: ChoiceSoFar) -> int:
@@ -162,12 +162,12 @@ class Answers:
     @property
     def usage(self) -> dict[str, Any]:
         """Token counts of the call so far."""
-        visit = self._visit
+        record = self._record
         return {
-            "prompt_tokens": visit.prompt_tokens,
-            "completion_tokens": visit.generated_tokens,
-            "total_tokens": visit.prompt_tokens + visit.generated_tokens,
-            "prompt_tokens_details": {"cached_tokens": visit.cached_tokens},
+            "prompt_tokens": record.prompt_tokens,
+            "completion_tokens": record.generated_tokens,
+            "total_tokens": record.prompt_tokens + record.generated_tokens,
+            "prompt_tokens_details": {"cached_tokens": record.cached_tokens},
         }
 
 

@@ -15,8 +15,8 @@ from starlette.responses import Response
 
 from colossalai.inference import ALPACA_STOP, Request, SamplingParams
 from colossalai.serving._errors import ApiError, bad_value
-from colossalai.serving._streams import Front, Heard, Reply
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
+from colossalai.serving._streams import Front, IndexedDelta, Reply
 from colossalai.serving.routes._answers import Answers
 from colossalai.serving.routes._openai import GENERATING_ERRORS, EventStream, requests_of, responses
 from colossalai.serving.routes._schemas import StrictBody
@@ -83,12 +83,12 @@ def add_dialogue_routes(router: APIRouter, front: Front) -> None:
     @router.post("/generate", responses=responses(*GENERATING_ERRORS, 429))
     async def generate(body: DialogueBody, http: HttpRequest) -> DialogueAnswer:
         """Answer the last instruction of a dialogue."""
-        visit = Visit.of(http)
-        request = await _request_of(front, body, visit)
-        answers = Answers([request.prompt_token_ids], 1, visit)
-        reply = await front.ask([request], visit)
-        while (heard := await reply.next()) is not None:
-            _add(answers, heard)
+        record = RequestRecord.of(http)
+        request = await _request_of(front, body, record)
+        answers = Answers([request.prompt_token_ids], 1, record)
+        reply = await front.ask([request], record)
+        while (deltas := await reply.next()) is not None:
+            _add(answers, deltas)
         return DialogueAnswer(response=answers.choices[0].text)
 
     @router.post(
@@ -98,27 +98,27 @@ def add_dialogue_routes(router: APIRouter, front: Front) -> None:
     )
     async def generate_stream(body: DialogueBody, http: HttpRequest) -> Response:
         """Answer the last instruction of a dialogue, in pieces: events `generate`, and then `end`."""
-        visit = Visit.of(http)
-        request = await _request_of(front, body, visit)
-        answers = Answers([request.prompt_token_ids], 1, visit)
-        reply = await front.ask([request], visit)
+        record = RequestRecord.of(http)
+        request = await _request_of(front, body, record)
+        answers = Answers([request.prompt_token_ids], 1, record)
+        reply = await front.ask([request], record)
         first = await reply.next()  # an error before the first piece still sets the status
-        return EventStream(_events(visit, reply, first, answers))
+        return EventStream(_events(record, reply, first, answers))
 
 
-async def _request_of(front: Front, body: DialogueBody, visit: Visit) -> Request:
+async def _request_of(front: Front, body: DialogueBody, record: RequestRecord) -> Request:
     """Return the engine's request of a body.
 
     Raises:
         ApiError: `body` cannot be answered.
     """
-    visit.model = front.info.name
+    record.model = front.info.name
     if body.history[-1].response:
         place = f"history[{len(body.history) - 1}].response"
         why = "the last one must be empty, as it is what is asked for; add a turn with the next instruction"
         raise ApiError(400, f"{place}: {why}", param=place)
     if front.options.log_prompts:
-        visit.prompts = [turn.model_dump() for turn in body.history]
+        record.prompts = [turn.model_dump() for turn in body.history]
     num_new = body.max_new_tokens or max(min(_MOST_NEW_TOKENS, front.info.max_length // 2), 1)
     names = ("top_k", "top_p", "temperature", "repetition_penalty")
     given = {name: value for name in names if (value := getattr(body, name)) is not None}
@@ -131,27 +131,27 @@ async def _request_of(front: Front, body: DialogueBody, visit: Visit) -> Request
     prompt = await front.prompts.from_dialogue(
         [(turn.instruction, turn.response) for turn in body.history], num_new
     )
-    return requests_of(front, visit, [prompt], [params])[0]
+    return requests_of(front, record, [prompt], [params])[0]
 
 
-def _add(answers: Answers, heard: list[Heard]) -> str:
+def _add(answers: Answers, deltas: list[IndexedDelta]) -> str:
     """Add deltas, and return the new text."""
-    for index, delta in heard:
+    for index, delta in deltas:
         answers.add(index, delta)
-    return "".join(delta.text for _, delta in heard)
+    return "".join(delta.text for _, delta in deltas)
 
 
 async def _events(
-    visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers
+    record: RequestRecord, reply: Reply, deltas: list[IndexedDelta] | None, answers: Answers
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error of the engine is the last event."""
     try:
-        while heard is not None:
-            if text := _add(answers, heard):
+        while deltas is not None:
+            if text := _add(answers, deltas):
                 yield _event("generate", json.dumps(text).encode())
-            heard = await reply.next()
+            deltas = await reply.next()
     except ApiError as error:
-        visit.outcome, visit.error = "failed", error.message
+        record.outcome, record.error = "failed", error.message
         yield _event("error", error.body)
         return
     yield _event("end", b'""')

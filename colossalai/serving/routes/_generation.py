@@ -9,8 +9,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from colossalai.inference import EngineStopped, RequestFailed, SamplingParams
 from colossalai.serving._errors import ApiError, bad_value, failure, refusal
+from colossalai.serving._request_record import RequestRecord
 from colossalai.serving._streams import Front
-from colossalai.serving._visit import Visit
 from colossalai.serving.routes._answers import Answers
 from colossalai.serving.routes._openai import GENERATING_ERRORS, requests_of, responses
 from colossalai.serving.routes._schemas import StrictBody
@@ -63,10 +63,10 @@ def add_generation_route(router: APIRouter, front: Front) -> None:
     @router.post("/generation", responses=responses(*GENERATING_ERRORS, 406))
     async def generation(body: GenerationBody, http: HttpRequest) -> GenerationAnswer:
         """Continue a prompt."""
-        visit = Visit.of(http)
-        visit.model = front.info.name
+        record = RequestRecord.of(http)
+        record.model = front.info.name
         if front.options.log_prompts:
-            visit.prompts = [body.prompt]
+            record.prompts = [body.prompt]
         prompt = (await front.prompts.from_texts([body.prompt]))[0]
         given = {"top_k": body.top_k, "top_p": body.top_p, "temperature": body.temperature}
         try:
@@ -76,10 +76,10 @@ def add_generation_route(router: APIRouter, front: Front) -> None:
             )
         except ValueError as error:
             raise bad_value(error) from error
-        answers = Answers([prompt], 1, visit)
-        reply = await front.ask(requests_of(front, visit, [prompt], [params]), visit, full_status=406)
-        while (heard := await reply.next()) is not None:
-            for index, delta in heard:
+        answers = Answers([prompt], 1, record)
+        reply = await front.ask(requests_of(front, record, [prompt], [params]), record, full_status=406)
+        while (deltas := await reply.next()) is not None:
+            for index, delta in deltas:
                 answers.add(index, delta)
         return GenerationAnswer(text=answers.choices[0].text)
 

@@ -12,8 +12,8 @@ from starlette.types import Receive, Scope, Send
 from colossalai.inference import Request, SamplingParams
 from colossalai.serving._errors import ApiError, ErrorBody
 from colossalai.serving._prompts import Tokens
-from colossalai.serving._streams import Front, Heard, Reply
-from colossalai.serving._visit import Visit
+from colossalai.serving._request_record import RequestRecord
+from colossalai.serving._streams import Front, IndexedDelta, Reply
 from colossalai.serving.routes._answers import (
     Answers,
     ChatAnswer,
@@ -99,12 +99,12 @@ def add_openai_routes(router: APIRouter, front: Front) -> None:
     @router.post("/v1/completions", response_class=JSONResponse, responses=answer(CompletionAnswer))
     async def completions(body: CompletionBody, http: HttpRequest) -> Response:
         """Continue one or more prompts."""
-        return await _complete(front, body, Visit.of(http))
+        return await _complete(front, body, RequestRecord.of(http))
 
     @router.post("/v1/chat/completions", response_class=JSONResponse, responses=answer(ChatAnswer))
     async def chat_completions(body: ChatBody, http: HttpRequest) -> Response:
         """Make the next message of a chat, in the model's own template."""
-        return await _chat(front, body, Visit.of(http))
+        return await _chat(front, body, RequestRecord.of(http))
 
     @router.get("/v1/models", responses=responses())
     async def models() -> ModelList:
@@ -141,7 +141,7 @@ def find_model(front: Front, name: str | None) -> str | None:
 
 def requests_of(
     front: Front,
-    visit: Visit,
+    record: RequestRecord,
     prompts: Sequence[Tokens],
     params: Sequence[SamplingParams],
     *,
@@ -151,7 +151,7 @@ def requests_of(
     """Return a request for each prompt of a call."""
     return [
         Request(
-            request_id=visit.request_id if len(prompts) == 1 else f"{visit.request_id}-{index}",
+            request_id=record.request_id if len(prompts) == 1 else f"{record.request_id}-{index}",
             prompt_token_ids=prompt,
             params=each,
             priority=priority,
@@ -162,17 +162,17 @@ def requests_of(
     ]
 
 
-async def _complete(front: Front, body: CompletionBody, visit: Visit) -> Response:
+async def _complete(front: Front, body: CompletionBody, record: RequestRecord) -> Response:
     body.check()
     adapter = find_model(front, body.model)
-    visit.model = adapter or front.info.name
+    record.model = adapter or front.info.name
     max_tokens = body.asked_tokens
     if max_tokens == 0 and not body.echo:
         text = "max_tokens=0; it must be at least 1, unless echo=true asks for the prompt alone"
         raise ApiError(400, text, param="max_tokens")
     texts, prompts = await _prompts_of(front, body)
     if front.options.log_prompts:
-        visit.prompts = list(texts or prompts)
+        record.prompts = list(texts or prompts)
     if max_tokens is None:
         max_tokens = _DEFAULT_COMPLETION_TOKENS
     echo_logprobs = body.logprobs if body.logprobs is not None or max_tokens else 0
@@ -188,26 +188,26 @@ async def _complete(front: Front, body: CompletionBody, visit: Visit) -> Respons
         for prompt in prompts
     ]
     form = CompletionForm(
-        _heading(body, visit),
+        _heading(body, record),
         front.prompts,
         echoes=_echoes(front, texts, prompts) if body.echo else None,
         has_logprobs=body.logprobs is not None,
         num_top=body.logprobs or 0,
     )
-    requests = requests_of(front, visit, prompts, params, adapter=adapter, priority=body.priority or 0)
-    return await _answer(front, body, visit, requests, form)
+    requests = requests_of(front, record, prompts, params, adapter=adapter, priority=body.priority or 0)
+    return await _answer(front, body, record, requests, form)
 
 
-async def _chat(front: Front, body: ChatBody, visit: Visit) -> Response:
+async def _chat(front: Front, body: ChatBody, record: RequestRecord) -> Response:
     body.check()
     adapter = find_model(front, body.model)
-    visit.model = adapter or front.info.name
+    record.model = adapter or front.info.name
     max_tokens = body.asked_tokens
     if max_tokens == 0:
         raise ApiError(400, "max_tokens=0; it must be at least 1", param="max_tokens")
     messages = [message.for_template for message in body.messages]
     if front.options.log_prompts:
-        visit.prompts = list(messages)
+        record.prompts = list(messages)
     prompt = await front.prompts.from_chat(messages)
     params = sampling_params(
         body,
@@ -216,9 +216,9 @@ async def _chat(front: Front, body: ChatBody, visit: Visit) -> Response:
         vocab_size=front.info.vocab_size,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
     )
-    form = ChatForm(_heading(body, visit), front.prompts, has_logprobs=bool(body.logprobs))
-    requests = requests_of(front, visit, [prompt], [params], adapter=adapter, priority=body.priority or 0)
-    return await _answer(front, body, visit, requests, form)
+    form = ChatForm(_heading(body, record), front.prompts, has_logprobs=bool(body.logprobs))
+    requests = requests_of(front, record, [prompt], [params], adapter=adapter, priority=body.priority or 0)
+    return await _answer(front, body, record, requests, form)
 
 
 async def _prompts_of(front: Front, body: CompletionBody) -> tuple[list[str] | None, list[Tokens]]:
@@ -244,28 +244,28 @@ def _echoes(front: Front, texts: list[str] | None, prompts: list[Tokens]) -> lis
     return list(zip(texts, prompts, strict=True))
 
 
-def _heading(body: GeneratingBody, visit: Visit) -> Heading:
+def _heading(body: GeneratingBody, record: RequestRecord) -> Heading:
     shows_usage = body.stream_options is not None and bool(body.stream_options.include_usage)
-    assert visit.model is not None
-    return Heading(visit.request_id, visit.model, shows_usage)
+    assert record.model is not None
+    return Heading(record.request_id, record.model, shows_usage)
 
 
 async def _answer(
-    front: Front, body: GeneratingBody, visit: Visit, requests: Sequence[Request], form: Form
+    front: Front, body: GeneratingBody, record: RequestRecord, requests: Sequence[Request], form: Form
 ) -> Response:
     """Submit requests to the engine, and return the answers, whole or as a stream."""
-    answers = Answers([request.prompt_token_ids for request in requests], requests[0].params.n, visit)
-    reply = await front.ask(requests, visit)
-    heard = (
+    answers = Answers([request.prompt_token_ids for request in requests], requests[0].params.n, record)
+    reply = await front.ask(requests, record)
+    deltas = (
         await reply.next()
     )  # a stream begins with its first token, so an error before it still sets the status
     if body.stream:
         holds = requests[0].params.prompt_logprobs is not None
-        return EventStream(_events(visit, reply, heard, answers, form, _DeltaBuffer(holds)))
-    while heard is not None:
-        for prompt, delta in heard:
+        return EventStream(_events(record, reply, deltas, answers, form, _DeltaBuffer(holds)))
+    while deltas is not None:
+        for prompt, delta in deltas:
             answers.add(prompt, delta)
-        heard = await reply.next()
+        deltas = await reply.next()
     return JSONResponse(form.whole(answers))
 
 
@@ -278,15 +278,15 @@ class _DeltaBuffer:
 
     def __init__(self, holds: bool) -> None:
         self._holds = holds
-        self._kept: dict[int, list[Heard]] = {}
+        self._kept: dict[int, list[IndexedDelta]] = {}
         self._known: set[int] = set()
 
-    def pass_on(self, heard: Sequence[Heard]) -> list[Heard]:
+    def pass_on(self, deltas: Sequence[IndexedDelta]) -> list[IndexedDelta]:
         """Return the deltas that can be sent now, in order of arrival for each answer."""
         if not self._holds:
-            return list(heard)
-        ready: list[Heard] = []
-        for prompt, delta in heard:
+            return list(deltas)
+        ready: list[IndexedDelta] = []
+        for prompt, delta in deltas:
             if delta.index == 0 and prompt not in self._known:
                 self._known.add(prompt)
                 ready += [(prompt, delta), *self._kept.pop(prompt, [])]
@@ -298,20 +298,25 @@ class _DeltaBuffer:
 
 
 async def _events(
-    visit: Visit, reply: Reply, heard: list[Heard] | None, answers: Answers, form: Form, holder: _DeltaBuffer
+    record: RequestRecord,
+    reply: Reply,
+    deltas: list[IndexedDelta] | None,
+    answers: Answers,
+    form: Form,
+    holder: _DeltaBuffer,
 ) -> AsyncIterator[bytes]:
     """Yield the events of a stream; an error of the engine is the last event."""
     try:
-        while heard is not None:
+        while deltas is not None:
             events = []
-            for prompt, delta in holder.pass_on(heard):
+            for prompt, delta in holder.pass_on(deltas):
                 choice = answers.add(prompt, delta)
                 events += [event(chunk) for chunk in form.chunks(choice, delta, answers)]
             if events:
                 yield b"".join(events)
-            heard = await reply.next()
+            deltas = await reply.next()
     except ApiError as error:
-        visit.outcome, visit.error = "failed", error.message
+        record.outcome, record.error = "failed", error.message
         yield b"data: " + error.body + b"\n\n"
         return
     yield b"".join(event(chunk) for chunk in form.last(answers)) + b"data: [DONE]\n\n"

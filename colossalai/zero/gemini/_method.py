@@ -317,7 +317,7 @@ class AppliedChunks(AppliedDataMethod):
         """Wait until all gradients are averaged."""
         self._reducer.finish()
 
-    def stand_ins(
+    def optimizer_params(
         self, optimizer: Optimizer, masters: Masters, *, late: Collection[nn.Parameter] = ()
     ) -> Shards:
         """See the base class; the optimizer gets the sections, or whole parameters if it needs those.

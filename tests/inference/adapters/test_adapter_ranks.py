@@ -56,7 +56,7 @@ def answers(folder: str, tp: int, pp: int, options: dict[str, Any]) -> Any:
     texts = []
     for group in (collectors[:1], collectors[1:]):  # one alone, then the others together
         for collector in group:
-            engine.submit(collector.request, collector.hear)
+            engine.submit(collector.request, collector.on_delta)
         while engine.has_work:
             engine.step()
     engine.executor.close()

@@ -60,7 +60,7 @@ PROMPT = "the quick brown fox"
 SPOKEN = SamplingParams(max_tokens=24, seed=11, ignore_eos=True)
 
 
-class Heard:
+class RecordedDeltas:
     """What the listeners of requests hear, by request."""
 
     def __init__(self, engine):
@@ -69,7 +69,7 @@ class Heard:
         self.errors = {}
 
     def submit(self, name, prompt, params=GREEDY, **more):
-        def hear(heard):
+        def on_delta(heard):
             assert name not in self.errors, "it was heard of after its error"
             if isinstance(heard, Delta):
                 before = [each for each in self.deltas[name] if each.index == heard.index]
@@ -79,7 +79,7 @@ class Heard:
                 self.errors[name] = heard
 
         request = Request(request_id=name, prompt_token_ids=tuple(prompt), params=params, **more)
-        self.engine.submit(request, hear)
+        self.engine.submit(request, on_delta)
 
     def finish(self):
         while self.engine.has_work:
@@ -93,4 +93,4 @@ class Heard:
 
 
 def heard(family="Llama", tokenizer=None, **options):
-    return Heard(build_engine(model(family), tokenizer, EngineOptions(kv_memory=POOL, **options)))
+    return RecordedDeltas(build_engine(model(family), tokenizer, EngineOptions(kv_memory=POOL, **options)))

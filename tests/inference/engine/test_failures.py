@@ -17,7 +17,7 @@ from tests.inference.engine.setups import (
     POOL,
     PROMPT,
     SPOKEN,
-    Heard,
+    RecordedDeltas,
     heard,
     is_empty,
     model,
@@ -37,7 +37,7 @@ BAD = [*SOUND[1][:20], BROKEN, *SOUND[1][20:]]
 
 def broken(value=torch.nan, **options):
     """Return an engine whose model computes NaN where a prompt has one token; the values change unseen."""
-    they = Heard(build_engine(tiny("Llama"), None, EngineOptions(**{"kv_memory": POOL, **options})))
+    they = RecordedDeltas(build_engine(tiny("Llama"), None, EngineOptions(**{"kv_memory": POOL, **options})))
     table = they.engine.executor.runner.model.get_input_embeddings().weight.data
     whole = table[BROKEN].clone()
     table[BROKEN] = value
@@ -144,13 +144,13 @@ def test_a_listener_may_abort_its_request_at_its_first_word():
     (prompt,) = prompts(9)
     reasons = []
 
-    def hear(delta):
+    def on_delta(delta):
         reasons.append((delta.index, delta.finish_reason))
         if len(reasons) == 1:
             they.engine.abort("several")
 
     request = Request(request_id="several", prompt_token_ids=tuple(prompt), params=replace(GREEDY, n=3))
-    they.engine.submit(request, hear)
+    they.engine.submit(request, on_delta)
     they.submit("other", prompt)
     they.finish()
     assert reasons == [(0, None), (0, "abort"), (1, "abort"), (2, "abort")]
@@ -213,7 +213,7 @@ def test_a_grammar_that_fails_on_its_way_fails_its_request_alone(place, num_answ
 
     sound = getattr(StructureMatcher, place)
     monkeypatch.setattr(StructureMatcher, place, failing)
-    they = Heard(engine)
+    they = RecordedDeltas(engine)
     structure = Structure(kind="regex", source="(the|dog|fox)( [a-z]{2,5}){2,30}!")
     params = replace(SPOKEN, max_tokens=100, structure=structure, n=num_answers)
     prompt = speaker()[1](PROMPT)["input_ids"]
@@ -236,7 +236,7 @@ def test_a_request_that_cannot_be_begun_leaves_nothing(monkeypatch):
         raise OSError("no file of the tokenizer")
 
     monkeypatch.setattr(_engine, "TextStream", failing)
-    they = Heard(engine)
+    they = RecordedDeltas(engine)
     with pytest.raises(OSError, match="no file"):
         they.submit("a", [5, 6], SPOKEN)
     assert is_empty(engine)

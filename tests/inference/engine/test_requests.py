@@ -19,7 +19,7 @@ from tests.inference.engine.setups import (
     POOL,
     PROMPT,
     SPOKEN,
-    Heard,
+    RecordedDeltas,
     expected,
     heard,
     is_empty,
@@ -149,7 +149,7 @@ def test_a_request_ends_with_what_it_has_when_its_time_is_over():
     now = [100.0]
     built = build_engine(model("Llama"), None, EngineOptions(kv_memory=POOL))
     engine = InferenceEngine(built.executor, built.scheduler, built.limits, clock=lambda: now[0])
-    they = Heard(engine)
+    they = RecordedDeltas(engine)
     first, second = prompts(5, 6)
     they.submit("short", first, timeout_s=2.0)
     they.submit("long", second, timeout_s=200.0)
@@ -196,7 +196,7 @@ def test_more_requests_than_may_wait_are_turned_away():
 @pytest.mark.parametrize("is_streamed", [True, False])
 def test_prompts_wait_for_those_who_read_and_for_nobody_else(is_streamed):
     engine = LLM(model("Llama"), kv_memory=POOL).engine
-    heard = Heard(engine)
+    heard = RecordedDeltas(engine)
     heard.submit("first", prompts(5)[0], is_streamed=is_streamed)
     engine.step()
     engine._pace.prompt_tokens = 8
@@ -207,7 +207,7 @@ def test_prompts_wait_for_those_who_read_and_for_nobody_else(is_streamed):
 
 def test_each_prompt_that_waits_for_a_seat_brings_its_own_share_of_a_step():
     engine = LLM(model("Llama"), kv_memory=POOL, max_running=3).engine
-    heard = Heard(engine)
+    heard = RecordedDeltas(engine)
     heard.submit("first", prompts(5)[0], is_streamed=True)
     engine.step()
     engine._pace.prompt_tokens = 8
@@ -345,7 +345,7 @@ def test_an_engine_that_fails_tells_all():
 
 def test_weights_that_change_void_the_prefixes_and_texts_go_on():
     changing = tiny("Llama")
-    they = Heard(build_engine(changing, None, EngineOptions(kv_memory=POOL)))
+    they = RecordedDeltas(build_engine(changing, None, EngineOptions(kv_memory=POOL)))
     batch = prompts(40, 23)
     they.submit("before", batch[0])
     they.finish()

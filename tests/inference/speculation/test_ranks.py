@@ -53,7 +53,7 @@ def drafted(tp: int, pp: int, known: list[list[int]], speculate: str) -> Any:
         for number, prompt in enumerate(prompts(*MIXED))
     ]
     for collector in collectors:
-        engine.submit(collector.request, collector.hear)
+        engine.submit(collector.request, collector.on_delta)
     while engine.has_work:
         engine.step()
     engine.executor.close()

@@ -32,8 +32,8 @@ class Notes(Collector):
         self.num_restarts = 0
         self.heard: list[int] = []
 
-    def hear(self, heard: Any) -> None:
-        super().hear(heard)
+    def on_delta(self, heard: Any) -> None:
+        super().on_delta(heard)
         if not isinstance(heard, BaseException):
             self.num_restarts += heard.is_restart
             self.heard += heard.token_ids
@@ -55,7 +55,7 @@ def submitted(
             request_id=str(number), prompt_token_ids=tuple(prompt), params=params, is_streamed=is_streamed
         )
         notes.append(Notes(request))
-        made.submit(request, notes[-1].hear)
+        made.submit(request, notes[-1].on_delta)
     return notes
 
 
@@ -187,7 +187,7 @@ def test_under_load_no_text_is_mixed(service: ThreadedEngine, in_flight: str, tm
                 )
                 number += 1
                 notes.append((place, Notes(request)))
-                service.submit(request, notes[-1][1].hear)
+                service.submit(request, notes[-1][1].on_delta)
             assert notes[-1][1].over.wait(LIMIT_S)
 
     asker = threading.Thread(target=ask)

@@ -180,12 +180,12 @@ def test_what_stands_in_is_known(num_workers: int) -> None:
     loaders = of_all(lambda: Plain(9), 2, batch_size=2, num_workers=num_workers)
     rows, parts = [], [[], []]
     for batches in zip(*loaders, strict=True):
-        assert loaders[0].in_hand == loaders[1].in_hand
-        rows += _join_rows(list(batches), loaders[0].in_hand).tolist()
+        assert loaders[0].last_batch == loaders[1].last_batch
+        rows += _join_rows(list(batches), loaders[0].last_batch).tolist()
         for part, batch in zip(parts, batches, strict=True):
             part.append(batch)
     assert rows == list(range(9))
-    assert _join_rows([torch.cat(part) for part in parts], loaders[0].in_hand).tolist() == rows
+    assert _join_rows([torch.cat(part) for part in parts], loaders[0].last_batch).tolist() == rows
 
 
 def test_batches_that_the_stream_makes() -> None:
@@ -196,15 +196,15 @@ def test_batches_that_the_stream_makes() -> None:
     loaders = of_all(lambda: Batches(10), 2, batch_size=None)
     rows: list[int] = []
     for batches in zip(*loaders, strict=True):
-        rows += _join_rows(list(batches), loaders[0].in_hand).tolist()
+        rows += _join_rows(list(batches), loaders[0].last_batch).tolist()
     assert rows == list(range(10))
 
 
 def test_stand_ins_within_a_pass_are_not_counted_as_samples_of_it() -> None:
     loader = of_all(lambda: DividesOverWorkers(6), 2, batch_size=2, num_workers=2)[0]
-    assert [loader.in_hand for _ in loader] == [(2, 3), (2, 3)]
+    assert [loader.last_batch for _ in loader] == [(2, 3), (2, 3)]
     with pytest.raises(ValueError, match="gather each batch by itself"):
-        _ = loader.in_hand
+        _ = loader.last_batch
 
 
 def test_streams_that_are_divided_already() -> None:

@@ -108,7 +108,7 @@ def put(net: nn.Module, chunk_size: int) -> Any:
 def trained(net: nn.Module, applied: Any, make: Callable[..., torch.optim.Optimizer]) -> Callable[..., Any]:
     """Return a function that makes a step of a net in chunks on some batches, and returns the last loss."""
     optimizer = make(net.parameters())
-    shards = applied.stand_ins(optimizer, Masters())
+    shards = applied.optimizer_params(optimizer, Masters())
 
     def step(*batches: tuple[torch.Tensor, ...]) -> Any:
         for part in batches:

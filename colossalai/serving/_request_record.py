@@ -1,4 +1,4 @@
-"""Visit: the record of one HTTP request, from its first byte to its log line."""
+"""Request record: one HTTP request, from its first byte to its log line."""
 
 import time
 import uuid
@@ -25,10 +25,10 @@ GENERATING: Mapping[str, str] = {
 MOST_LOGGED = 2000
 """Maximum number of characters of a logged prompt."""
 
-_KEY = "colossalai.visit"  # in the scope: ASGI reserves names with a dot for applications
+_KEY = "colossalai.request_record"  # in the scope: ASGI reserves names with a dot for applications
 
 
-class Visit:
+class RequestRecord:
     """Record of a request. The routes fill it, and the gate reads it at the end.
 
     Args:
@@ -57,11 +57,11 @@ class Visit:
         scope[_KEY] = self
 
     @staticmethod
-    def of(request: HTTPConnection) -> "Visit":
-        """Return the visit of a request."""
-        visit = request.scope[_KEY]
-        assert isinstance(visit, Visit)
-        return visit
+    def of(request: HTTPConnection) -> "RequestRecord":
+        """Return the record of a request."""
+        record = request.scope[_KEY]
+        assert isinstance(record, RequestRecord)
+        return record
 
     @property
     def age_s(self) -> float:
