@@ -74,6 +74,7 @@ def all_gather(
         return (tensor, _COMPLETE) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((axis.size * source.shape[0], *source.shape[1:]))
+    # Joined by all ranks of the axis, which send their slices; `result` is complete after the wait.
     work = _issue("all_gather", axis, tensor, _all_gather, result, source, async_op=async_op)
     gathered = result.movedim(0, dim)
     return (gathered, work) if async_op else gathered
@@ -104,6 +105,7 @@ def reduce_scatter(
         return (tensor, _COMPLETE) if async_op else tensor
     source = tensor.movedim(dim, 0).contiguous()
     result = source.new_empty((source.shape[0] // axis.size, *source.shape[1:]))
+    # Joined by all ranks of the axis; rank i receives the sum of the i-th sections.
     work = _issue("reduce_scatter", axis, tensor, _reduce_scatter, result, source, op=op, async_op=async_op)
     scattered = result.movedim(0, dim)
     return (scattered, work) if async_op else scattered
@@ -128,6 +130,7 @@ def all_to_all(
     parts = tensor.unflatten(split_dim, (axis.size, -1))  # a new dimension before `split_dim`
     source = parts.movedim(split_dim % tensor.dim(), 0).contiguous()
     result = torch.empty_like(source)  # (source rank, ...)
+    # Joined by all ranks of the axis: part i is sent to rank i. Blocking, so `result` is complete.
     _issue("all_to_all", axis, tensor, dist.all_to_all_single, result, source)
     grown = gather_dim % tensor.dim()
     return result.movedim(0, grown).flatten(grown, grown + 1)
@@ -156,6 +159,7 @@ def all_reduce(
     if axis.size == 1:
         return (tensor, _COMPLETE) if async_op else tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
+    # Joined by all ranks of the axis, in the memory of the copy: the caller keeps `tensor`.
     work = _issue("all_reduce", axis, tensor, dist.all_reduce, result, op=op, async_op=async_op)
     return (result, work) if async_op else result
 
@@ -166,6 +170,7 @@ def all_reduce_in_place(
     """Replace a contiguous tensor by the reduction over all ranks, and return it."""
     axis = as_axis(parallel_mode)
     if axis.size > 1:
+        # Joined by all ranks of the axis, in the memory of the caller's tensor. Blocking.
         _issue("all_reduce", axis, tensor, dist.all_reduce, tensor, op=op)
     return tensor
 
@@ -178,6 +183,7 @@ def start_all_reduce(tensor: torch.Tensor, parallel_mode: AxisLike) -> Callable[
     axis = as_axis(parallel_mode)
     if axis.size == 1:
         return _no_wait
+    # Joined by all ranks of the axis. The tensor is in use until the wait.
     work = _issue("all_reduce", axis, tensor, dist.all_reduce, tensor, async_op=True)
     return work.wait
 
@@ -194,6 +200,7 @@ def start_sum_of_sections(flat: torch.Tensor, parallel_mode: AxisLike) -> Callab
     """
     axis = as_axis(parallel_mode)
     own = flat.view(axis.size, -1)[axis.rank]
+    # Joined by all ranks of the axis. `own` is a view of `flat`: the sum overwrites this rank's term.
     work = _issue("reduce_scatter", axis, flat, _reduce_scatter, own, flat, async_op=True)
     return work.wait
 
@@ -214,7 +221,9 @@ def start_gather_of_sections(
     axis = as_axis(parallel_mode)
     own = flat.view(axis.size, -1)[axis.rank]
     if stamp:
+        # For the next collective of this thread on this group, the one issued below.
         stamp_next(axis.group, stamp)
+    # Joined by all ranks of the axis. This rank's section is read in place, the others are written.
     work = _issue("all_gather", axis, own, _all_gather, flat, own, async_op=True)
     return work.wait
 
@@ -270,6 +279,7 @@ def broadcast(
     if axis.size == 1:
         return (tensor, _COMPLETE) if async_op else tensor
     result = tensor.contiguous()
+    # Joined by all ranks of the axis; rank `src` alone sends.
     work = _issue("broadcast", axis, tensor, dist.broadcast, result, src=src, async_op=async_op)
     return (result, work) if async_op else result
 
@@ -298,6 +308,7 @@ def reduce(
     if axis.size == 1:
         return (tensor, _COMPLETE) if async_op else tensor
     result = tensor.clone(memory_format=torch.contiguous_format)
+    # Joined by all ranks of the axis; the copy receives partial sums on ranks other than `dst`.
     work = _issue("reduce", axis, tensor, dist.reduce, result, dst=dst, op=op, async_op=async_op)
     return (result, work) if async_op else result
 
@@ -306,6 +317,7 @@ def reduce_in_place(tensor: torch.Tensor, dst: int, parallel_mode: AxisLike) -> 
     """Like `reduce`, in the memory of a contiguous tensor, which is undefined afterwards on other ranks."""
     axis = as_axis(parallel_mode)
     if axis.size > 1:
+        # Joined by all ranks of the axis. Blocking.
         _issue("reduce", axis, tensor, dist.reduce, tensor, dst=dst)
     return tensor
 
@@ -323,6 +335,7 @@ def ring_forward(tensor_send_next: torch.Tensor, parallel_mode: AxisLike) -> tor
         dist.P2POp(dist.irecv, received, previous, axis.group),
     ]
     with record("shift", axis.name, tensor_send_next, axis.size):
+        # Joined by all ranks of the ring. Both are posted before the wait, so no rank waits for a later send.
         for request in dist.batch_isend_irecv(operations):
             request.wait()
     return received

@@ -33,6 +33,7 @@ def exchange(
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     with record_bytes("exchange", axis.name, sum(sends[rank].nbytes for rank in others)):
         if shares_memory(axis):  # one collective takes half the time of the messages
+            # Joined by all ranks of the axis. Blocking; includes this rank's own message.
             dist.all_to_all(list(receives), list(sends), group=axis.group)
             return
         messages = start_messages(
@@ -40,6 +41,7 @@ def exchange(
             sends={rank: sends[rank] for rank in others},
             receives={rank: receives[rank] for rank in others},
         )
+        # The own message is copied while the others are in flight.
         receives[axis.rank].copy_(sends[axis.rank])
         messages()
 
@@ -82,6 +84,7 @@ def start_messages(
         *(dist.P2POp(dist.isend, part, None, axis.group, tag, r) for r, part in sends.items()),
     ]
     ops = [op for op in ops if op.tensor.numel() > 0]  # both ranks know the length
+    # Receives are posted first. Messages between two ranks match in this order.
     works = dist.batch_isend_irecv(ops) if ops else []
 
     def wait() -> None:

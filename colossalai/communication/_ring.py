@@ -62,6 +62,7 @@ def ring_shift_async(tensors: Sequence[torch.Tensor], parallel_mode: AxisLike) -
     for tensor, place in zip(sent, received, strict=True):
         operations.append(dist.P2POp(dist.isend, tensor, following, axis.group))
         operations.append(dist.P2POp(dist.irecv, place, previous, axis.group))
+    # Joined by all ranks of the ring; the tensors of a pair of ranks match in the order of `tensors`.
     return RingShift(sent, received, tuple(dist.batch_isend_irecv(operations)), axis)
 
 
@@ -77,9 +78,11 @@ def ring_blocks(tensors: Sequence[torch.Tensor], axis: Axis) -> Iterator[tuple[i
     """
     held: Tensors = tuple(tensors)
     for step in range(axis.size):
+        # In flight during the computation of the caller, which reads `held` and does not write it.
         shift = ring_shift_async(held, axis) if step < axis.size - 1 else None
         yield (axis.rank - step) % axis.size, held
         if shift is not None:
+            # The sends are complete as well: the earlier blocks are freed here.
             held = shift.wait()
 
 
@@ -101,6 +104,7 @@ class RingSum:
         if self._step == 0:
             self._own = parts
         else:
+            # Ends the previous shift, whose sent parts are no longer in use.
             arrived = () if self._shift is None else self._shift.wait()
             for part, others in zip(parts, arrived, strict=False):  # empty at the start of the sum
                 part.add_(others)
@@ -110,6 +114,7 @@ class RingSum:
     def finish(self) -> Tensors:
         """Return the sums of this rank's own block."""
         assert self._step == self._axis.size, f"{self._step} parts of {self._axis.size} were added"
+        # The sum of the other ranks for this rank's own block; its own part is added last.
         arrived = () if self._shift is None else self._shift.wait()
         for own, others in zip(self._own, arrived, strict=False):
             own.add_(others)

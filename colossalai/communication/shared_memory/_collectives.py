@@ -94,6 +94,7 @@ def barrier(slots: Slots, call: Call) -> None:
     """Wait until all ranks have entered the barrier."""
     slots.start(call, 0)
     slots.begin()
+    # DONE includes WRITTEN, and this rank reads nothing. The wait ends when all have entered.
     slots.publish(DONE)
     slots.wait(WRITTEN)
 
@@ -111,10 +112,13 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
             _reduce_section(slots, part, sections, call.slot_reduction, start=start, lends=lends)
+            # After the sum is stored: the other ranks copy this rank's section.
             slots.publish(REDUCED)
             slots.wait(REDUCED)  # the sums of all sections are complete; the next line copies them
+            # Overwrites the sections of this rank's operand that others have reduced, and no longer read.
             _collect(slots, part, sections, start=start, lends=lends)
         slots.publish(DONE)
+    # The caller writes to the operand after this call, so the other ranks have to be DONE.
     if lends:
         slots.end_loan()
 
@@ -136,6 +140,7 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     own = tensor.coalesce()
     count, places, values = own._nnz(), own.indices(), own.values()
     form = [own.sparse_dim(), *own.shape, *[-1] * _MOST_DIMS][:_MOST_DIMS]
+    # Joined by all ranks: counts and shapes, from which every rank derives the same padded size.
     forms = _gather_alike(slots, call, torch.tensor([count, *form]))
     for rank, (_, *other) in enumerate(forms.tolist()):
         if other != form:
@@ -147,6 +152,7 @@ def all_reduce_sparse(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     counts = forms[:, 0].tolist()
     padded = [part.new_zeros(max(counts), *part.shape[1:]) for part in (places.t(), values)]
     padded[0][:count], padded[1][:count] = places.t(), values
+    # Joined by all ranks, twice: padded indices, padded values.
     all_places, all_values = (_gather_alike(slots, call, part) for part in padded)
     # The indices of a rank are unique, so each `index_add_` adds one number to an element, in rank order.
     joined = torch.cat([found[:number] for found, number in zip(all_places, counts, strict=True)])
@@ -173,6 +179,7 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         slots.begin()
         if size * (slots.num_ranks - 1) <= _SMALL:
             slots.put(part.data_ptr(), size)
+            # Other ranks read no slot, so they are DONE and do not wait for the root.
             slots.publish(WRITTEN if is_root else DONE)
             if is_root:
                 slots.wait(WRITTEN)  # all terms are in the slots; the other ranks do not wait
@@ -182,6 +189,7 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         else:
             sections = _sections(part.numel(), slots.num_ranks, unit)
             _reduce_section(slots, part, sections, call.slot_reduction, start=start, lends=False)
+            # The root still copies; the other ranks read nothing after their sum.
             slots.publish(REDUCED if is_root else DONE)
             if is_root:
                 slots.wait(REDUCED)
@@ -212,6 +220,7 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
         if part.data_ptr() == own.data_ptr() and slots.rank:  # the sum would overwrite its own term
             slots.put(own.data_ptr(), size, slots.rank * size)
             own = slots.elements(slots.rank, slots.rank * length, length, output.dtype)
+        # This rank's terms are visible. The wait for all ranks comes before any read of their terms.
         slots.publish(WRITTEN)
         slots.wait(WRITTEN)
         slots.read_loans()
@@ -221,6 +230,7 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
             for rank in range(slots.num_ranks)
         ]
         combine(part, terms, call.slot_reduction)
+        # After the last read of other ranks' terms: they can overwrite them.
         slots.publish(DONE)
     if lends:
         slots.end_loan()
@@ -242,12 +252,14 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
         slots.begin()
         if not lends:
             slots.put(source + start, size)
+        # This rank's bytes are visible; its own copy is made while others are late.
         slots.publish(WRITTEN)
         copy_bytes(targets[slots.rank] + start, source + start, size)
         slots.wait(WRITTEN)  # all ranks' bytes are in their slots or arenas
         slots.read_loans()
         for other in slots.following:
             slots.get_operand(targets[other] + start, other, size, at=start, in_slot=0)
+        # After the last read from other ranks.
         slots.publish(DONE)
     if lends:
         slots.end_loan()
@@ -288,6 +300,7 @@ def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequ
             slots.put(
                 sources[other][0] + start, max(0, min(region, sizes[other] - start)), head + other * region
             )
+        # All messages of this rank in this part are visible.
         slots.publish(WRITTEN)
         slots.wait(WRITTEN)  # the messages of all ranks, and the sizes in the first part
         if is_first:
@@ -295,9 +308,11 @@ def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequ
         for other in slots.following:
             address, size = targets[other]
             slots.get(address + start, other, max(0, min(region, size - start)), head + own * region)
+        # After the last read. The next part uses the other half of the slots.
         slots.publish(DONE)
         start += region
         if is_first and start < extent:
+            # Collective: `extent` is the same on all ranks, so all of them grow their slots or none does.
             slots.make_room((extent - start) * p)
         is_first = False
 
@@ -313,6 +328,7 @@ def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
         else:
             slots.wait(WRITTEN, (call.slot_root,))  # for the root alone
             slots.get(address + start, call.slot_root, size)
+        # The root is DONE at once; its half is reused when the others have copied it (`begin`).
         slots.publish(DONE)
 
 
@@ -324,11 +340,14 @@ def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_by
         slots.defer_check()
         if slots.rank != call.slot_root:
             slots.put(source + start, size)
+            # This rank reads nothing, and does not wait for the root.
             slots.publish(DONE)
             continue
+        # The root sends no data: WRITTEN publishes its header, which is compared later.
         slots.publish(WRITTEN)
         copy_bytes(targets[slots.rank] + start, source + start, size)
         for other in slots.others:
+            # In order of rank: its bytes are copied while later ranks still write.
             slots.wait(WRITTEN, (other,))
             slots.get(targets[other] + start, other, size)
         slots.publish(DONE)
@@ -343,9 +362,11 @@ def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_b
         if slots.rank == call.slot_root:
             for other in slots.others:
                 slots.put(sources[other] + start, size, other * size)
+            # The pieces of all ranks are visible, and the root reads no slot.
             slots.publish(DONE)
             copy_bytes(target + start, sources[slots.rank] + start, size)
         else:
+            # For the root alone: ranks do not wait for one another.
             slots.wait(WRITTEN, (call.slot_root,))
             slots.get(target + start, call.slot_root, size, slots.rank * size)
             slots.publish(DONE)
@@ -378,6 +399,7 @@ def _sections(count: int, num_ranks: int, unit: int) -> list[slice]:
 
 def _all_reduce_alone(slots: Slots, part: torch.Tensor, reduction: str) -> None:
     slots.put(part.data_ptr(), part.nbytes)
+    # Every rank reads the terms of all ranks, in rank order, so all have the same bits.
     slots.publish(WRITTEN)
     slots.wait(WRITTEN)
     combine(part, _terms(slots, part, 0), reduction)
@@ -395,6 +417,7 @@ def _reduce_section(
     if not lends:
         slots.put(part.data_ptr(), before)
         slots.put(part.data_ptr() + after, part.nbytes - after, after)
+    # The sections of this rank for others are visible; after the wait it alone writes to its own section.
     slots.publish(WRITTEN)
     slots.wait(WRITTEN)  # the terms of this rank's section are in the slots or arenas of all ranks
     slots.read_loans()

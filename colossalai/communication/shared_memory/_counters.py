@@ -170,8 +170,10 @@ class Counters:
 
     def set(self, index: int, value: int) -> None:
         """Set a counter of this rank after all earlier writes, and wake the threads that wait for it."""
+        # The stores of data before the store of the counter.
         self._waiting.fence()
         self._words[self._first + index * (LINE // 4)] = value & _MASK
+        # Always: a check for sleeping ranks could be reordered before the store.
         self._waiting.wake(self._address + index * LINE)
 
     def fence(self) -> None:
@@ -205,6 +207,7 @@ class Counters:
                     self._waiting.sleep(self._address + index * LINE, seen, SLICE_S)
             elif turns > _SPINS:
                 os.sched_yield()
+        # The load of the counter before the loads of the data by the caller.
         self._waiting.fence()
 
     def wait_for_change(self, index: int, seen: int, seconds: float, *, spins: bool = True) -> None:

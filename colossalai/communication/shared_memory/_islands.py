@@ -83,6 +83,7 @@ def form_island(
     """
     exchange = partial(_exchange, store, rank, num_ranks, timeout)
     arena = arenas.own(arena_size) if num_ranks > 1 else None
+    # Step 1: kernel, PID namespace, process id and arena of every rank.
     locations = exchange("place", _location() | {"arena": arena and arena.offer()})
     machines = _by_kernel(locations)
     near = next(ranks for ranks in machines if rank in ranks)
@@ -101,17 +102,20 @@ def form_island(
             len({locations[other]["pids"] for other in near}) > 1
         )  # /proc/PID differs between namespaces
         segment, reason = _new_segment(layout, is_named=is_named) if index == 0 else (None, "")
+        # Step 2: the lowest rank of each island publishes its segment; the others wait for it.
         offer = exchange("offer", _offer(segment) if index == 0 else {})[near[0]]
         if index != 0 and offer:
             segment = open_segment(offer["paths"], bytes.fromhex(offer["token"]), layout.size)
             reason = "" if segment is not None else f"rank {rank} cannot map what rank {near[0]} shares"
         if segment is not None:
             reason = _reserve_first(segment, layout, index, budget)
+        # Step 3: after it all ranks have mapped the segment, or all know that one has not.
         found = exchange("mapped", {"reason": reason, "arenas": all(opened.values())})
         reasons = [item["reason"] for item in found]
         if not all(item["arenas"] for item in found):
             opened = {}
     if segment is not None:
+        # All ranks of the island have opened the file, so its name is not needed any more.
         segment.hide()
         if any(reasons):  # all ranks have the same reasons, so all of them use gloo
             segment.close()
@@ -134,6 +138,7 @@ def _exchange(
     """Return the values of all ranks, by rank; collective, through the store. Waits for the slowest rank."""
     if num_ranks == 1:
         return [own]
+    # Joined by all ranks of the group, under a key per step and rank, so that the steps cannot mix.
     store.set(f"{what}/{rank}", json.dumps(own))
     keys = [f"{what}/{other}" for other in range(num_ranks)]
     store.wait(keys, timeout)
@@ -156,6 +161,7 @@ def _new_segment(layout: SegmentLayout, *, is_named: bool) -> tuple[Segment | No
             reasons.append(str(error))
             continue
         for index in range(layout.num_ranks):
+            # Before the segment is offered: every rank starts from the same counters.
             segment.words[(layout.progress + LINE * index) // 4] = START
         return segment, ""
     return None, "; ".join(dict.fromkeys(reasons))

@@ -196,6 +196,7 @@ class AcrossMachines:
 
     def barrier(self, slots: Slots, call: Call) -> None:
         """Wait until all ranks have entered the barrier."""
+        # All ranks here have entered; then all machines; the broadcast releases the ranks here.
         within.barrier(slots, call)
         self._meet_leaders(call)
         within.broadcast(slots, call._replace(island_root=0), 0, 0)
@@ -203,9 +204,11 @@ class AcrossMachines:
     def all_reduce(self, slots: Slots, call: Call, tensor: torch.Tensor) -> None:
         """Replace a flat contiguous tensor by the reduction over all ranks."""
         wide, call = _to_reduce(tensor, call), call._replace(island_root=0)
+        # Joined by the ranks here: the leader (index 0) has their sum.
         within.reduce(slots, call, wide)
         if self._meet_leaders(call):
             self._reduce_at_leaders(wide, call.reduction)
+        # Joined by the ranks here, which wait for their leader.
         within.broadcast(slots, call, *bytes_of(wide))
         if wide is not tensor:
             tensor.copy_(wide)
@@ -220,8 +223,10 @@ class AcrossMachines:
             if self._own_machine == place:
                 self._add_from_leaders(total, call.reduction)
             else:
+                # Sends the sum of this machine to the leader of the root's machine.
                 self._exchange({place: total}, {})
         if self._own_machine == place:
+            # Joined by the ranks of the root's machine only; the others return.
             within.broadcast(slots, call, *bytes_of(total))
             if self._machines[place][slots.rank] == call.root:
                 tensor.copy_(total)
@@ -236,11 +241,13 @@ class AcrossMachines:
         if self._meet_leaders(call):
             blocks = {place: sections[list(self._machines[place])] for place in self._other_machines}
             found = {place: torch.empty_like(mine) for place in self._other_machines}
+            # Joined by all leaders: each sends the sections of every other machine to its leader.
             self._exchange(blocks, found)
             self._combine(mine, found, call.reduction)
         own = output if wide is source else wide.new_empty(output.shape)
         first, size = mine.data_ptr(), own.nbytes
         parts = [first + index * size for index in range(slots.num_ranks)]
+        # Joined by the ranks here; the leader has the sections.
         within.scatter(slots, call, own.data_ptr(), parts, size)
         if own is not output:
             output.copy_(own)
@@ -250,6 +257,7 @@ class AcrossMachines:
     ) -> None:
         """Copy bytes of each rank to all ranks."""
         here = [targets[rank] for rank in self._machines[self._own_machine]]
+        # Joined by the ranks here, so every rank has the bytes of its machine.
         within.all_gather(slots, call, here, source, num_bytes)
         call = call._replace(island_root=0)
         blocks = {
@@ -260,8 +268,10 @@ class AcrossMachines:
             own = _block(here, num_bytes)
             for index, address in enumerate(here):
                 copy_bytes(own.data_ptr() + index * num_bytes, address, num_bytes)
+            # Joined by all leaders: the bytes of a machine are sent once to every other machine.
             self._exchange(dict.fromkeys(self._other_machines, own), blocks)
         for place, block in blocks.items():
+            # Joined by the ranks here, in the order of machines on all of them.
             within.broadcast(slots, call, *bytes_of(block))
             for index, rank in enumerate(self._machines[place]):
                 copy_bytes(targets[rank], block.data_ptr() + index * num_bytes, num_bytes)
@@ -276,6 +286,7 @@ class AcrossMachines:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = place, 0
             if num_bytes:
+                # Joined by all leaders; that of the root's machine has the bytes from the first broadcast.
                 self._leaders.broadcast([_bytes_at(address, num_bytes)], options).wait()
         if self._own_machine != place:
             within.broadcast(slots, call._replace(island_root=0), address, num_bytes)
@@ -393,6 +404,7 @@ class AcrossMachines:
         ]
         limit = timedelta(seconds=self._timeout())
         for work in works:
+            # All are posted before the first wait, so no pair of leaders waits for one another.
             work.wait(limit)
 
     def _reduce_at_leaders(self, tensor: torch.Tensor, reduction: str) -> None:

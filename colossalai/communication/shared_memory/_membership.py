@@ -187,8 +187,10 @@ class Membership:
                 return
             self._is_closed = True
         self._open_groups.discard(self)
+        # First, so that running calls end; then other ranks that wait for this one.
         self.watch.is_closed = True
         self.watch.leave()
+        # The threads before the memory that they use.
         self.calls.stop(_END_S)
         self.messages.stop(_END_S)
         self.watch.close()

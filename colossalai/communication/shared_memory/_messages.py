@@ -178,6 +178,7 @@ class Messages:
             self._open_mailbox(target)
             self._out[target].queue.append(_Outgoing(work, tag, data))
             self._push(target)
+        # The rest is written as the receiver makes room, also if this rank computes.
         if not work._is_done:
             self._start_message_thread()
         return work
@@ -199,6 +200,7 @@ class Messages:
         work = MessageWork(self, data, source, describe, then)
         posted = PostedReceive(work, source, tag, data, describe)
         with self._receiving:
+            # Under the lock: no message can arrive between the search and the queueing of the receive.
             kept = self._matching.post(posted)
             if kept is None:
                 for other in self._in if source is None else (source,):
@@ -226,6 +228,7 @@ class Messages:
         self._num_waiting += 1
         try:
             while not work._is_done:
+                # Before the move: a message that arrives later changes the bell, so the sleep ends at once.
                 seen = self._bells.value(self._rank)
                 if not self.move() and not work._is_done:
                     wait_limit.check()
@@ -283,6 +286,7 @@ class Messages:
         """End the message thread of this rank."""
         self._is_stopped = True
         if self._message_thread is not None:
+            # Wakes the thread, which then sees `_is_stopped`.
             self._alarms.ring(self._rank)
             if self._message_thread is not threading.current_thread():
                 self._message_thread.join(timeout)
@@ -300,6 +304,7 @@ class Messages:
                     self._segment.reserve(self._layout.mailbox(self._rank, target), size)
                     outbox.capacity = size
                     self.num_reserved += size
+                    # Before the first bytes, whose counter orders it: a receiver never sees capacity 0.
                     self._segment.words[self._line(self._rank, target) + _CAPACITY] = size
                     return
             size //= 2
@@ -319,6 +324,7 @@ class Messages:
             if not step and not self._mark(target, outbox):
                 return moved
         if not outbox.queue and outbox.is_marked:
+            # A late alarm is harmless: the message thread finds nothing to move.
             self._segment.words[self._line(self._rank, target) + _MARK] = 0
             outbox.is_marked = False
         return moved
@@ -345,15 +351,18 @@ class Messages:
             message.num_sent += size
             step += _padded(size)
         outbox.written = (outbox.written + step) & (2**32 - 1)
+        # Publishes header and bytes, then wakes the receiver.
         self._controls.set(self._line_of_sender(self._rank, target), outbox.written)
         self._bells.ring(target)
         if message.num_sent == message.data.nbytes:
             outbox.queue.popleft()
+            # The mailbox has all bytes: the caller can free or overwrite its tensor.
             self._finish(message.work)
         return step
 
     def _room(self, target: int, outbox: _Outbox) -> int:
         read = self._controls.value(self._line_of_receiver(self._rank, target))
+        # The receiver has read these bytes before it set the counter: they can be overwritten.
         self._controls.fence()
         return outbox.capacity - ((outbox.written - read) & (2**32 - 1))
 
@@ -362,6 +371,7 @@ class Messages:
         if not outbox.is_marked:
             self._segment.words[self._line(self._rank, target) + _MARK] = 1
             outbox.is_marked = True
+        # An atomic operation between the mark and the second check; see [Note: progress of messages].
         self._alarms.ring(target)
         return self._room(target, outbox) >= LINE
 
@@ -381,6 +391,7 @@ class Messages:
         there = (written - inbox.read) & (2**32 - 1)
         if not there:
             return 0
+        # The counter before the capacity, header and bytes.
         self._controls.fence()
         capacity = self._segment.words[self._line(source, self._rank) + _CAPACITY]
         mailbox = self._layout.mailbox(source, self._rank)
@@ -401,9 +412,11 @@ class Messages:
             message.num_arrived += size
             step += _padded(size)
         inbox.read = (inbox.read + step) & (2**32 - 1)
+        # After the copy: the sender can overwrite these bytes.
         self._controls.set(self._line_of_receiver(source, self._rank), inbox.read)
         self._bells.ring(source)  # an atomic operation: the mark is read after it
         if self._segment.words[self._line(source, self._rank) + _MARK]:
+            # The sender waits for room, possibly in its message thread only.
             self._alarms.ring(source)
         if message.has_arrived:
             inbox.current = None
@@ -442,6 +455,7 @@ class Messages:
 
     def _run_message_thread(self) -> None:
         while not self._is_stopped:
+            # Before the moves, so that an alarm during them ends the sleep below at once.
             seen = self._alarms.value(self._rank)
             with torch.inference_mode():
                 while self.move():

@@ -98,6 +98,7 @@ class Segment:
             NoMemoryError: The system has no memory for them.
         """
         try:
+            # Here an error can be handled; at the first write it would be SIGBUS.
             os.posix_fallocate(self._descriptor, start, length)
         except OSError as error:
             raise NoMemoryError(
@@ -149,6 +150,7 @@ class Segment:
         """Close the file; the memory is freed with the last tensor over it, in all processes."""
         self.hide()
         if self._descriptor >= 0:
+            # The mapping stays, as tensors over it can be alive.
             os.close(self._descriptor)
             self._descriptor = -1
 
@@ -294,6 +296,7 @@ class Arena:
                 self._release(start, length)
 
     def _release(self, start: int, length: int) -> None:
+        # Frees the pages for all processes. No rank reads the block: its tensor has ended.
         self._segment.give_back(start, length)
         self.num_reserved -= length
         self._holes = _joined([*self._holes, (start, length)])

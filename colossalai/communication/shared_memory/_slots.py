@@ -157,10 +157,12 @@ class Slots:
         self._wait(self.others, self._value(DONE) - 2 * _PHASES, self._wait_limit.check)
         if self._part - 2 in self._unchecked:
             self._compare(self.others, self._part - 2, self._unchecked.pop(self._part - 2))
+        # Read by other ranks after the next `publish`. No rank reads the header of four parts ago any more.
         self._segment.write(self._layout.header(self.rank, self._part), self._header)
 
     def publish(self, phase: int) -> None:
         """Publish that this rank has reached a phase of the part; earlier writes are visible before it."""
+        # The only store to this counter. Readers sleep on it, and are woken.
         self._counters.set(self.rank, self._value(phase))
 
     def wait(self, phase: int, ranks: Sequence[int] | None = None) -> None:
@@ -176,6 +178,7 @@ class Slots:
         awaited = self.others if ranks is None else ranks
         self._wait(awaited, self._value(phase), self._check_begun)
         if phase == WRITTEN:
+            # After the counter of the writer, hence its header is complete.
             self._compare(awaited, self._part, self._header)
 
     def defer_check(self) -> None:
@@ -214,6 +217,7 @@ class Slots:
 
     def end_loan(self) -> None:
         """Wait until all ranks are DONE with the operand, after the last part of a call that lends it."""
+        # From here the owner can write to the operand: no rank reads it any more.
         self._wait(self.others, self._value(DONE), self._check_begun)
 
     def operand(self, rank: int, at: int, count: int, dtype: torch.dtype, *, in_slot: int) -> torch.Tensor:
@@ -318,6 +322,7 @@ class Slots:
                 self.reserve(room)
         self._call = self._call._replace(room=self._reserved, is_growing=True)
         self._header = self._call.packed()
+        # A part without data, joined by all ranks: the headers contain their sizes.
         self.begin()
         self.publish(WRITTEN)
         self.wait(WRITTEN)
@@ -325,6 +330,7 @@ class Slots:
         if least <= self.room:
             self._most = self.room  # a rank has no memory for more; all ranks have read the same sizes
         self.room = max(self.room, least)
+        # After the last read of the other headers. All ranks use the same `room` from the next part on.
         self.publish(DONE)
         self._call = self._call._replace(is_growing=False)
         self._header = self._call.packed()
@@ -347,6 +353,7 @@ class Slots:
         if is_behind(self._counters.value(self.rank), begun):
             self.publish(BEGUN)
         begun_ranks = [rank for rank in self.others if not is_behind(self._counters.value(rank), begun)]
+        # The counters before the headers; see [Note: order of data and counters] in `_counters.py`.
         self._counters.fence()
         self._compare(begun_ranks, self._part, self._header)
         self._wait_limit.check()
@@ -387,6 +394,7 @@ class Slots:
             late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}
             lost = self._watch.ended_ranks() | self._watch.departed_ranks()
             if late <= lost or self._watch.is_broken or time.monotonic() > end:
+                # The caller reads the headers of these ranks.
                 self._counters.fence()
                 return [rank for rank in self.others if rank not in late]
             self._counters.wait_for_change(min(late - lost), self._counters.value(min(late - lost)), SLICE_S)

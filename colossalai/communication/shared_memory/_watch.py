@@ -172,8 +172,10 @@ class Watch:
         if not self.is_broken:
             text = words.encode()[: TEXT_SIZE - 1]
             self._segment.write(self._layout.error_text(self._rank), text.ljust(TEXT_SIZE, b"\0"))
+            # After the text: a rank that sees the mark reads the text.
             self._segment.words[self._broken] = 1
         for index in range(self._layout.num_ranks):
+            # Waiting ranks sleep on different words; each then finds the mark in `check`.
             counters.wake(index)
 
     def global_ranks(self, indices: Iterable[int]) -> list[int]:

@@ -203,6 +203,7 @@ class QueuedWork(SharedWork):
         check_process(self._pid)
         calls = self._calls
         if calls is not None and timeout is None:
+            # Runs this call here if no other thread has begun it; then the latch is open already.
             calls.run_until(self)
         self._await_latch(timeout)
 
@@ -248,6 +249,7 @@ class CallQueue:
             try:
                 if not self._waiting:
                     return
+                # The returned function releases the waiting threads when no local refers to the call.
                 self._waiting.popleft().execute()()
             finally:
                 self._running.release()
@@ -258,8 +260,10 @@ class CallQueue:
         """End the thread and fail the queued calls."""
         while self._waiting:
             work = self._waiting.popleft()
+            # Never issued: the other ranks see this rank as departed.
             work.finish(dist.DistBackendError(f"the group was destroyed before {work._described()}"))
         if self._thread is not None:
+            # Behind the tokens of earlier calls, which the thread finds gone.
             self._tokens.put(False)
             if self._thread is not threading.current_thread():
                 self._thread.join(timeout)
@@ -289,6 +293,7 @@ class CallQueue:
 
 
 def _release_waiting(latch: threading.Lock, futures: Sequence[Future[Any]]) -> None:
+    # After the result or error is stored, so that released threads and callbacks find it.
     latch.release()
     for future in futures:
         future.set_result(None)
