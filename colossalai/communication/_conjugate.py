@@ -15,6 +15,7 @@ partial (terms of a sum) over the ranks; the placement of its gradient follows f
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,32 +32,36 @@ def outside_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def gather_forward_scatter_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Gather slices along `dim`; sum the gradients and keep this rank's slice."""
-    return outside_graphs(_GatherScatter.apply)(tensor, axis, dim) if axis.size > 1 else tensor
+    along = {"dim": dim, "parallel_mode": axis}
+    return _apply(tensor, axis, partial(all_gather, **along), partial(reduce_scatter, **along))
 
 
 def gather_forward_split_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Gather slices along `dim`; keep this rank's slice of the gradient, which is the same on all ranks."""
-    return outside_graphs(_GatherSplit.apply)(tensor, axis, dim) if axis.size > 1 else tensor
+    gather = partial(all_gather, dim=dim, parallel_mode=axis)
+    return _apply(tensor, axis, gather, partial(slice_of, axis=axis, dim=dim))
 
 
 def split_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Keep this rank's slice along `dim`; gather the slices of the gradient."""
-    return outside_graphs(_SplitGather.apply)(tensor, axis, dim) if axis.size > 1 else tensor
+    gather = partial(all_gather, dim=dim, parallel_mode=axis)
+    return _apply(tensor, axis, partial(slice_of, axis=axis, dim=dim), gather)
 
 
 def scatter_forward_gather_backward(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
     """Sum over the ranks and keep this rank's slice along `dim`; gather the slices of the gradient."""
-    return outside_graphs(_ScatterGather.apply)(tensor, axis, dim) if axis.size > 1 else tensor
+    along = {"dim": dim, "parallel_mode": axis}
+    return _apply(tensor, axis, partial(reduce_scatter, **along), partial(all_gather, **along))
 
 
 def reduce_forward_copy_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Sum over the ranks; the gradient of the sum is the gradient of every term."""
-    return outside_graphs(_ReduceCopy.apply)(tensor, axis) if axis.size > 1 else tensor
+    return _apply(tensor, axis, partial(all_reduce, parallel_mode=axis), _unchanged)
 
 
 def copy_forward_reduce_backward(tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
     """Return a view of a replicated tensor; sum its gradients over the ranks."""
-    return outside_graphs(_CopyReduce.apply)(tensor, axis) if axis.size > 1 else tensor
+    return _apply(tensor, axis, _view, partial(all_reduce, parallel_mode=axis))
 
 
 def slice_of(tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
@@ -77,10 +82,14 @@ def all_to_all_forward_all_to_all_backward(
         split_dim: Sharded dimension of the result, of a size that is a multiple of the number of ranks.
         gather_dim: Sharded dimension of `tensor`.
     """
-    if axis.size == 1:
-        return tensor
-    exchanged: torch.Tensor = outside_graphs(_AllToAll.apply)(tensor, axis, split_dim, gather_dim)
-    return exchanged
+    exchange_dims = partial(all_to_all, parallel_mode=axis)
+    return _apply(
+        tensor,
+        axis,
+        partial(exchange_dims, split_dim=split_dim, gather_dim=gather_dim),
+        # The inverse exchange: gather along `split_dim`, in the order of the ranks, and split `gather_dim`.
+        partial(exchange_dims, split_dim=gather_dim, gather_dim=split_dim),
+    )
 
 
 def exchange_forward_exchange_backward(
@@ -97,101 +106,41 @@ def exchange_forward_exchange_backward(
     Returns:
         The received rows, in the order of their source ranks; shape (sum of `num_received`, ...).
     """
-    if axis.size == 1:
-        return rows
-    received: torch.Tensor = outside_graphs(_Exchange.apply)(rows, axis, num_sent, num_received)
-    return received
+    return _apply(
+        rows,
+        axis,
+        partial(_exchange_rows, axis=axis, num_sent=num_sent, num_received=num_received),
+        partial(_exchange_rows, axis=axis, num_sent=num_received, num_received=num_sent),
+    )
 
 
-class _GatherScatter(torch.autograd.Function):
+Communicate = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _ConjugatePair(torch.autograd.Function):
+    """A communication in the forward, and another one in the backward."""
+
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(tensor, dim, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return reduce_scatter(grad, ctx.dim, ctx.axis), None, None
-
-
-class _GatherSplit(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return all_gather(tensor, dim, axis)
+    def forward(ctx: Any, tensor: torch.Tensor, forward: Communicate, backward: Communicate) -> torch.Tensor:
+        ctx.conjugate = backward
+        return forward(tensor)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return slice_of(grad, ctx.axis, ctx.dim), None, None
+        return ctx.conjugate(grad), None, None
 
 
-class _SplitGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return slice_of(tensor, axis, dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.axis), None, None
+def _apply(tensor: torch.Tensor, axis: Axis, forward: Communicate, backward: Communicate) -> torch.Tensor:
+    """Apply a pair; along an axis of one rank nothing is sent, and the tensor itself is returned."""
+    return outside_graphs(_ConjugatePair.apply)(tensor, forward, backward) if axis.size > 1 else tensor
 
 
-class _ScatterGather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, dim: int) -> torch.Tensor:
-        ctx.axis, ctx.dim = axis, dim
-        return reduce_scatter(tensor, dim, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return all_gather(grad, ctx.dim, ctx.axis), None, None
+def _unchanged(grad: torch.Tensor) -> torch.Tensor:
+    return grad
 
 
-class _ReduceCopy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        return all_reduce(tensor, axis)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _CopyReduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis) -> torch.Tensor:
-        ctx.axis = axis
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return all_reduce(grad, ctx.axis), None
-
-
-class _AllToAll(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, axis: Axis, split_dim: int, gather_dim: int) -> torch.Tensor:
-        ctx.axis, ctx.split_dim, ctx.gather_dim = axis, split_dim, gather_dim
-        return all_to_all(tensor, axis, split_dim=split_dim, gather_dim=gather_dim)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        # The inverse exchange: gather along `split_dim`, in the order of the ranks, and split `gather_dim`.
-        back = all_to_all(grad, ctx.axis, split_dim=ctx.gather_dim, gather_dim=ctx.split_dim)
-        return back, None, None, None
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, rows: torch.Tensor, axis: Axis, num_sent: Sequence[int], num_received: Sequence[int]
-    ) -> torch.Tensor:
-        ctx.axis, ctx.num_sent, ctx.num_received = axis, num_sent, num_received
-        return _exchange_rows(rows, axis, num_sent, num_received)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        return _exchange_rows(grad, ctx.axis, ctx.num_received, ctx.num_sent), None, None, None
+def _view(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view_as(tensor)
 
 
 def _exchange_rows(
