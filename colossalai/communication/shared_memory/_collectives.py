@@ -104,7 +104,7 @@ def all_reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     slots.start(call, tensor.nbytes)
     lends = slots.lend(tensor.data_ptr(), tensor.nbytes)
     unit = tensor.element_size()
-    for start, size in _parts(slots, tensor.nbytes, unit):
+    for start, size in slots.parts(tensor.nbytes, unit):
         part = tensor[start // unit : (start + size) // unit]
         slots.begin()
         if size * (slots.num_ranks - 1) <= _SMALL:
@@ -174,7 +174,7 @@ def reduce(slots: Slots, call: Call, tensor: torch.Tensor) -> None:
     slots.start(call, tensor.nbytes)
     unit = tensor.element_size()
     is_root = slots.rank == call.slot_root
-    for start, size in _parts(slots, tensor.nbytes, unit):
+    for start, size in slots.parts(tensor.nbytes, unit):
         part = tensor[start // unit : (start + size) // unit]
         slots.begin()
         if size * (slots.num_ranks - 1) <= _SMALL:
@@ -210,7 +210,7 @@ def reduce_scatter(slots: Slots, call: Call, output: torch.Tensor, source: torch
     slots.start(call, source.nbytes)
     lends = slots.lend(source.data_ptr(), source.nbytes)
     unit, count = output.element_size(), output.numel()
-    for start, size in _parts(slots, output.nbytes, unit, slots.num_ranks):
+    for start, size in slots.parts(output.nbytes, unit, slots.num_ranks):
         first, length = start // unit, size // unit
         slots.begin()
         for other in () if lends else slots.others:
@@ -248,7 +248,7 @@ def all_gather(slots: Slots, call: Call, targets: Sequence[int], source: int, nu
     """
     slots.start(call, num_bytes)
     lends = slots.lend(source, num_bytes)
-    for start, size in _parts(slots, num_bytes, _CACHE_LINE):
+    for start, size in slots.parts(num_bytes, _CACHE_LINE):
         slots.begin()
         if not lends:
             slots.put(source + start, size)
@@ -320,7 +320,7 @@ def all_to_all(slots: Slots, call: Call, targets: Sequence[Bytes], sources: Sequ
 def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
     """Replace bytes by the root's bytes."""
     slots.start(call, num_bytes)
-    for start, size in _parts(slots, num_bytes, _CACHE_LINE):
+    for start, size in slots.parts(num_bytes, _CACHE_LINE):
         slots.begin()
         slots.defer_check()
         if slots.rank == call.slot_root:
@@ -335,7 +335,7 @@ def broadcast(slots: Slots, call: Call, address: int, num_bytes: int) -> None:
 def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_bytes: int) -> None:
     """Copy bytes of each rank to the root. `targets` has an address per rank there, else it is empty."""
     slots.start(call, num_bytes)
-    for start, size in _parts(slots, num_bytes, _CACHE_LINE):
+    for start, size in slots.parts(num_bytes, _CACHE_LINE):
         slots.begin()
         slots.defer_check()
         if slots.rank != call.slot_root:
@@ -356,7 +356,7 @@ def gather(slots: Slots, call: Call, targets: Sequence[int], source: int, num_by
 def scatter(slots: Slots, call: Call, target: int, sources: Sequence[int], num_bytes: int) -> None:
     """Copy bytes from the root to each rank. `sources` has an address per rank there, else it is empty."""
     slots.start(call, num_bytes * slots.num_ranks)
-    for start, size in _parts(slots, num_bytes, _CACHE_LINE, slots.num_ranks):
+    for start, size in slots.parts(num_bytes, _CACHE_LINE, slots.num_ranks):
         slots.begin()
         slots.defer_check()
         if slots.rank == call.slot_root:
@@ -380,14 +380,6 @@ def _gather_alike(slots: Slots, call: Call, own: torch.Tensor) -> torch.Tensor:
     targets = [first + rank * own.nbytes for rank in range(slots.num_ranks)]
     all_gather(slots, call, targets, own.data_ptr(), own.nbytes)
     return gathered
-
-
-def _parts(slots: Slots, num_bytes: int, unit: int, share: int = 1) -> list[tuple[int, int]]:
-    """Return the offsets and sizes of the parts in bytes; one empty part if there is nothing to send.
-
-    The first part carries the header, so that mismatched calls are detected also without data.
-    """
-    return list(slots.parts(num_bytes, unit, share)) or [(0, 0)]
 
 
 def _sections(count: int, num_ranks: int, unit: int) -> list[slice]:

@@ -103,7 +103,6 @@ class Membership:
         ranks: Global ranks of the island, by index.
         where: Returns the name of the group for messages.
         timeout: Time limit of the waits for other ranks, in seconds.
-        open_groups: Open groups of this process.
     """
 
     def __init__(
@@ -113,14 +112,12 @@ class Membership:
         ranks: Sequence[int],
         where: Callable[[], str],
         timeout: float,
-        open_groups: OpenGroups = open_groups,
     ) -> None:
         segment, layout = island.segment, island.layout
         assert segment is not None, "an island without memory has no members"
         self._segment: Segment = segment
         self._num_ranks = layout.num_ranks
         self._can_lend = layout.num_ranks > 1 and len(island.arenas) == layout.num_ranks - 1
-        self._open_groups = open_groups
         self._pid = os.getpid()
         self._is_closed = False
         self._closing = threading.Lock()
@@ -136,7 +133,7 @@ class Membership:
             counters=self._progress,
             watch=self.watch,
             timeout=timeout,
-            budget=lambda: self._open_groups.budget(layout.num_ranks) + self.slots.num_reserved,
+            budget=lambda: open_groups.budget(layout.num_ranks) + self.slots.num_reserved,
             own=open_groups.arenas.current() if self._can_lend else None,
             arenas=island.arenas,
         )
@@ -149,7 +146,7 @@ class Membership:
             controls=Counters(segment, layout.controls, waiting, layout.num_ranks),
             watch=self.watch,
             timeout=timeout,
-            may_reserve=lambda size: size <= self._open_groups.budget(layout.num_ranks),
+            may_reserve=lambda size: size <= open_groups.budget(layout.num_ranks),
         )
         self.calls = CallQueue()
         open_groups.add(self)
@@ -166,9 +163,9 @@ class Membership:
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor | None:
         """Return a flat tensor that the other ranks can read in place; None if there is no room."""
-        arena = self._open_groups.arenas.current() if self._can_lend and self.is_of_this_process else None
+        arena = open_groups.arenas.current() if self._can_lend and self.is_of_this_process else None
         num_bytes = numel * dtype.itemsize
-        if arena is None or not LEAST_BYTES <= num_bytes <= self._open_groups.arena_budget(self._num_ranks):
+        if arena is None or not LEAST_BYTES <= num_bytes <= open_groups.arena_budget(self._num_ranks):
             return None
         return arena.empty(numel, dtype)
 
@@ -186,7 +183,7 @@ class Membership:
             if self._is_closed or not self.is_of_this_process:
                 return
             self._is_closed = True
-        self._open_groups.discard(self)
+        open_groups.discard(self)
         # First, so that running calls end; then other ranks that wait for this one.
         self.watch.is_closed = True
         self.watch.leave()

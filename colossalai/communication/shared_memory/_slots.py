@@ -274,20 +274,18 @@ class Slots:
         """Return a range of bytes of a rank's slot."""
         return self._segment.read(self._layout.slot(rank, self._part & 1) + start, length)
 
-    def parts(self, num_bytes: int, unit: int, share: int = 1) -> Iterator[tuple[int, int]]:
-        """Split bytes into parts that fit into the slots.
+    def parts(self, num_bytes: int, unit: int, share: int = 1) -> list[tuple[int, int]]:
+        """Return the offsets and sizes of the parts that fit into the slots; an empty part for no bytes.
+
+        The first part carries the header, so that mismatched calls are detected also without data.
 
         Args:
-            num_bytes: Number of bytes; for 0, there are no parts.
+            num_bytes: Number of bytes.
             unit: Granularity of the parts, in bytes.
             share: Number of parts that a slot has to hold at once.
-
-        Yields:
-            Offset and size of each part.
         """
         size = max(unit, self.room // share // unit * unit)
-        for start in range(0, num_bytes, size):
-            yield start, min(size, num_bytes - start)
+        return [(start, min(size, num_bytes - start)) for start in range(0, max(1, num_bytes), size)]
 
     def reserve(self, room: int) -> None:
         """Reserve `room` bytes of each half of this rank's slot.
