@@ -15,7 +15,7 @@ ALIVE_COUNT = 3  # questions without an answer after which ssh ends; without thi
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
-def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty: bool = False) -> list[str]:
+def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None) -> list[str]:
     """Return the command that runs `argv` on `host`, word by word as given, with any characters.
 
     ssh asks no question (BatchMode): a host that wants a password fails at once.
@@ -24,8 +24,6 @@ def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty:
         host: As ssh takes it: a name, an address, "user@name", or an alias of the user's ssh config.
         argv: The words of the command; the remote shell sees each of them quoted.
         port: Port of sshd; default: from the user's ssh config.
-        tty: Give the command a terminal: it then gets a SIGHUP when the connection ends, and its stderr
-            is mixed with its stdout.
     """
     options = {
         "BatchMode": "yes",
@@ -36,7 +34,7 @@ def ssh_command(host: str, argv: Sequence[str], *, port: int | None = None, tty:
     words = [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
     if port is not None:
         words += ["-p", str(port)]
-    return ["ssh", "-tt" if tty else "-T", *words, "--", host, shlex.join(argv)]
+    return ["ssh", "-T", *words, "--", host, shlex.join(argv)]
 
 
 def is_this_machine(host: str, *, port: int | None = None) -> bool:

@@ -211,7 +211,7 @@ def check_exchange(
         else:
             for other in into:
                 if _is_alone(other, host, bad, places):
-                    yield _broken_pair(other, host, bad, places)
+                    yield _unreachable(host, place, [other], bad, places)
             if not into:
                 slowest = max((outcomes[other, host]["seconds"] for other in peers), default=0.0)
                 what = (
@@ -246,19 +246,6 @@ def _unreachable(
         f"{whom} exchange data with it at {place.address} ({place.interface}): {what}{way}",
         todo,
     )
-
-
-def _broken_pair(
-    source: str,
-    target: str,
-    bad: Mapping[tuple[str, str], Mapping[str, Any]],
-    places: Mapping[str, HostInterface],
-) -> Finding:
-    place = places[target]
-    what, todo = _explain(bad[source, target], target, place, places)
-    way = "" if (target, source) in bad else "; the other way works"
-    line = f"{source} cannot exchange data with it at {place.address} ({place.interface}): {what}{way}"
-    return failed(target, "network", line, todo)
 
 
 def _explain(
