@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -28,19 +29,35 @@ _LIBRARIES = (*_STANDARD, TORCH_FOLDER, PACKAGE_FOLDER)
 _NUM_FRAMES = 12  # between an autograd function and the module that uses it
 
 
+class OpenSection(NamedTuple):
+    """A section that some thread is in.
+
+    Attributes:
+        name: Its name.
+        thread: The identifier of the thread.
+        start: Time of its entry or of the last `still_moving`, by `time.monotonic`.
+        is_wait: Whether it counts as a wait.
+    """
+
+    name: str
+    thread: int
+    start: float
+    is_wait: bool
+
+
 @dataclass(frozen=True)
 class _Registry:
     """Sections and meetings of the threads of this process; the registry of the package.
 
     Attributes:
-        sections: By thread, the sections that it is in, the innermost last: name, since when, whether a wait.
+        sections: By thread, the sections that it is in, the innermost last.
         meetings: By thread, the meeting that it waits in.
         expected: By thread, the number of `expected_wait` contexts that it is in.
         reached: By channel, the last meeting that a thread has come to.
         models: Those whose modules have names.
     """
 
-    sections: dict[int, list[tuple[str, float, bool]]] = field(default_factory=dict)
+    sections: dict[int, list[OpenSection]] = field(default_factory=dict)
     meetings: dict[int, "meeting"] = field(default_factory=dict)
     expected: dict[int, int] = field(default_factory=dict)
     reached: dict[str, "meeting"] = field(default_factory=dict)
@@ -64,8 +81,9 @@ class section:
         self._is_wait = is_wait
 
     def __enter__(self) -> None:
-        entry = (self._name, time.monotonic(), self._is_wait)
-        _registry.sections.setdefault(threading.get_ident(), []).append(entry)
+        thread = threading.get_ident()
+        entry = OpenSection(self._name, thread, time.monotonic(), self._is_wait)
+        _registry.sections.setdefault(thread, []).append(entry)
 
     def __exit__(self, *error: object) -> None:
         thread = threading.get_ident()
@@ -148,8 +166,8 @@ def is_wait_expected() -> bool:
 def still_moving() -> None:
     """Restart the time of this thread's section, if it counts as a wait."""
     sections = _registry.sections.get(threading.get_ident())
-    if sections and sections[-1][2]:
-        sections[-1] = (sections[-1][0], time.monotonic(), True)
+    if sections and sections[-1].is_wait:
+        sections[-1] = sections[-1]._replace(start=time.monotonic())
 
 
 def current_meeting() -> meeting | None:
@@ -172,29 +190,10 @@ def meetings_reached() -> dict[str, meeting]:
     return dict(_registry.reached)
 
 
-@dataclass(frozen=True)
-class OpenSection:
-    """A section that some thread is in.
-
-    Attributes:
-        name: Its name.
-        thread: The identifier of the thread.
-        start: Time of its entry or of the last `still_moving`, by `time.monotonic`.
-        is_wait: Whether it counts as a wait.
-    """
-
-    name: str
-    thread: int
-    start: float
-    is_wait: bool = False
-
-
 def innermost_sections() -> list[OpenSection]:
     """Return the innermost section of every thread that is in one."""
-    found: list[OpenSection] = []
-    for thread, sections in list(_registry.sections.items()):
-        found.extend(OpenSection(name, thread, start, is_wait) for name, start, is_wait in sections[-1:])
-    return found
+    # A slice, since another thread can leave its section meanwhile.
+    return [section for sections in list(_registry.sections.values()) for section in sections[-1:]]
 
 
 def current_module() -> weakref.ref[nn.Module] | None:

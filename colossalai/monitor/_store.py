@@ -35,13 +35,16 @@ class DeadlineStore:
         prefix: The name of the part.
         store: The store of the ranks.
         timeout: Seconds after which a call gives up.
+
+    Attributes:
+        launcher: Address of the launcher that serves the store: "127.0.0.1:29500"; empty if rank 0 does.
     """
 
     def __init__(self, prefix: str, store: dist.Store, *, timeout: float) -> None:
         self._store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=timeout))
         self._timeout = timeout
-        self._launcher = _launcher_of(store)
+        self.launcher = _launcher_of(store)
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
         self._last: Future[Any] | None = None
@@ -49,11 +52,6 @@ class DeadlineStore:
             target=_serve_requests, args=(self._requests,), daemon=True, name="colossalai-store"
         )
         self._thread.start()
-
-    @property
-    def launcher(self) -> str:
-        """Address of the launcher that serves the store: "127.0.0.1:29500"; empty if rank 0 serves it."""
-        return self._launcher
 
     def set(self, key: str, value: str) -> None:
         """Set a key."""
