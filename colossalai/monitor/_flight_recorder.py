@@ -13,6 +13,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,32 +30,25 @@ STAMPED_TAGS = 1 << 30
 _native: Any = torch._C._distributed_c10d
 
 
+@dataclass(slots=True)
 class RecordedCall:
-    """A collective of a group in Python, noted by the thread that issues it.
-
-    Args:
-        op: Its name in `torch.distributed`.
-        number: Number of the group's collectives, this one included.
-        tensors: Its tensors, of which shapes and types are kept.
+    """A collective of a group in Python, recorded by the thread that issues it.
 
     Attributes:
-        op: See above.
-        number: See above.
-        tensors: The shapes and types of its tensors.
+        op: Its name in `torch.distributed`.
+        number: Number of the group's collectives, this one included.
+        tensors: Shapes and dtypes of its tensors.
         since: Seconds since the epoch, when it was issued.
         thread: The thread that issued it.
         is_over: Whether it has ended.
     """
 
-    __slots__ = ("is_over", "number", "op", "since", "tensors", "thread")
-
-    def __init__(self, op: str, number: int, tensors: Sequence[torch.Tensor]) -> None:
-        self.op = op
-        self.number = number
-        self.tensors = [(tensor.shape, tensor.dtype) for tensor in tensors]
-        self.since = time.time()
-        self.thread = threading.get_ident()
-        self.is_over = False
+    op: str
+    number: int
+    tensors: list[tuple[torch.Size, torch.dtype]]
+    since: float
+    thread: int
+    is_over: bool = False
 
 
 class CallLog:
@@ -66,20 +60,20 @@ class CallLog:
 
     def __init__(self, group: str) -> None:
         self.group = group
-        self._logs = records
         self._num_begun = self._num_ended = 0
         self._last: deque[RecordedCall] = deque(maxlen=_NUM_OF_A_GROUP)
         records.open.add(self)
 
     def where(self, ranks: Sequence[int]) -> str:
         """Name the group, by the mesh axis along its ranks where there is one: "of axis dp"."""
-        axis = self._logs.axis_of(tuple(ranks)) if self._logs.axis_of is not None else None
+        axis = records.axis_of(tuple(ranks)) if records.axis_of is not None else None
         return describe_group(axis, self.group)
 
     def begin(self, op: str, tensors: Sequence[torch.Tensor]) -> RecordedCall:
         """Note a collective that is issued."""
         self._num_begun += 1
-        call = RecordedCall(op, self._num_begun, tensors)
+        shapes = [(tensor.shape, tensor.dtype) for tensor in tensors]
+        call = RecordedCall(op, self._num_begun, shapes, time.time(), threading.get_ident())
         self._last.append(call)
         return call
 
