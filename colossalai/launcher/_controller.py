@@ -41,9 +41,9 @@ from colossalai.launcher._processes import GRACE_S, ending_signals
 from colossalai.launcher._protocol import SILENCE_S, RemoteProcess, as_bytes, kill
 
 _KILL_S = 6.0  # time after the grace until a running agent is killed
-_SWEEP_S = 10.0  # to reach a host again and end what is left there
+_SWEEP_S = 10.0  # to reach a host again and end its leftovers
 _RETRY_S = 1.0  # between two tries to reach a host that may come back
-_LATECOMER_S = 8.0  # how long a job that can do with fewer hosts waits for one that is lost
+_LATECOMER_S = 8.0  # wait for a lost host, in a job that can run with fewer
 _ERROR_LINES = 20  # of ssh's and the agent's stderr in a report
 
 

@@ -26,7 +26,7 @@ class Job:
     args: tuple[str, ...] = ()
     is_module: bool = False
     num_procs: int | None = None  # one per accelerator, or one
-    bind: bool | None = None  # None: where it can help, unless they are bound already; see `bind_ranks`
+    bind: bool | None = None  # None: if it can help and they are not bound already; see `bind_ranks`
     master_port: int = 0  # 0: any free one
     # Seconds that rank 0 has to end the job well after a signal, which it alone gets; a second signal goes to
     # it, too. None: a signal ends all ranks.

@@ -41,7 +41,7 @@ def is_this_machine(host: str, *, port: int | None = None) -> bool:
     """Return whether `host` certainly is this machine, so that no ssh is needed.
 
     It is if it is this machine's own name. "localhost" is, too, unless an ssh port is given: then it may be
-    the near end of a tunnel. Of an alias or an address nothing is sure: ssh asks the user's ssh config.
+    the near end of a tunnel. Of an alias or an address nothing is sure: ssh reads the user's ssh config.
     """
     own = socket.gethostname()
     return host in (own, own.partition(".")[0]) or (host in _LOOPBACK and port is None)

@@ -47,9 +47,9 @@ from colossalai.monitor._sections import (
 )
 
 _OUR_THREADS = "colossalai-"  # prefix of their names: these threads are not hanging
-_MOST_NODES = 200_000  # of an autograd graph that are looked at
-_NEAR = 2  # steps between a node and the parameters that tell where it belongs
-_NUM_RECENT = 8  # collectives of each group that a rank tells of
+_MOST_NODES = 200_000  # searched nodes of an autograd graph
+_NEAR = 2  # steps between a node and the parameters of its module
+_NUM_RECENT = 8  # collectives of each group in a report
 _BLOCKING_CALLS = f"{PACKAGE_FOLDER}/communication/shared_memory/"
 
 # Subject of code by its location, searched from the innermost frame of a stack outwards.

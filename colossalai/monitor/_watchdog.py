@@ -70,7 +70,7 @@ _POLL_S = 0.05  # between two looks while reports come in
 _FIRST_POLL_S = 0.02  # the next ones come ever later
 _END_S = 0.5  # for a process that closes its connections to be gone
 _DIAGNOSIS_S = 3.0  # beyond the grace, for the diagnosis of another rank
-_ERRORS_S = 3.0  # for a rank to say why it ends
+_ERRORS_S = 3.0  # for a rank to show its error
 _LATER_S = 0.5  # between what is to blame and the others: clocks of several machines agree no better
 
 

@@ -286,7 +286,7 @@ class AcrossMachines:
             options = dist.BroadcastOptions()
             options.rootRank, options.rootTensor = place, 0
             if num_bytes:
-                # Joined by all leaders; that of the root's machine has the bytes from the first broadcast.
+                # Joined by all leaders; the root's leader has the bytes from the first broadcast.
                 self._leaders.broadcast([_bytes_at(address, num_bytes)], options).wait()
         if self._own_machine != place:
             within.broadcast(slots, call._replace(island_root=0), address, num_bytes)

@@ -22,7 +22,7 @@ class Finding:
     check: str
     state: State
     what: str  # the result or problem
-    todo: str = ""  # what to do about it
+    todo: str = ""  # the remedy
 
     @property
     def ok(self) -> bool:

@@ -70,7 +70,7 @@ def check_directory(answers: Answers, path: str) -> Iterator[Finding]:
 
 
 def check_script(answers: Answers, path: str, own: Mapping[str, Any] | None) -> Iterator[Finding]:
-    """Check that the script is there, and the one that this machine has.
+    """Check that the script exists, with the same content as on this machine.
 
     Args:
         answers: The answers of the hosts.
