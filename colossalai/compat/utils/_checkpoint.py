@@ -1,4 +1,4 @@
-"""Checkpoints of the config door: one file for model, optimizer and scheduler."""
+"""Checkpoints of `colossalai.initialize`: one file for model, optimizer and scheduler."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -89,6 +89,7 @@ def gather_pipeline_parallel_state_dict(state_dict: Mapping[str, Any]) -> dict[s
     if axis.rank > 0:
         for value in state_dict.values():
             if isinstance(value, torch.Tensor) and value.numel() > 0:
+                # gloo sends only contiguous tensors.
                 dist.send(value.detach().cpu().contiguous(), axis.ranks[0], group=group)
         return {}
     whole = dict(state_dict)
