@@ -171,15 +171,18 @@ def test_each_rank_draws_masks_for_its_heads():
 
 
 def refused_in_a_pipeline():
-    """Every rank of a pipeline hears of a name that none has, and of a layer that one stage lacks."""
+    """Return the error of a name that no stage has, and of a layer that one stage lacks, on every rank."""
     messages = []
     for cuts in ({"blocks.7.mlp": MLP}, {"blocks.1.mlp": Rule(columns=("up",))}):
         model = build_plain(gpt, PP_TP)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = list(map(id, optimizer.param_groups[0]["params"]))
         plan = Plan(layout=PP_TP, cuts=cuts, **IN_STAGES)
         try:
-            assemble(plan, model, mesh=gpc.mesh, device=torch.device("cpu"))
+            assemble(plan, model, optimizer, mesh=gpc.mesh, device=torch.device("cpu"))
         except ValueError as error:
             messages.append(str(error))
+        assert list(map(id, optimizer.param_groups[0]["params"])) == before, "it was refused after a change"
         gpc.destroy()
     stage = build_plain(partial(nn.Linear, 4, 4), PP_TP)  # a stage of one's own
     options = {"pipeline": PipelineOptions(num_microbatches=2), "data": Bucketed()}
@@ -196,13 +199,13 @@ def refused_in_a_pipeline():
 @pytest.mark.dist
 def test_all_stages_hear_of_a_mistake():
     for unknown, lacking, of_stage in run_ranks(refused_in_a_pipeline, 4):
-        assert "cuts names 'blocks.7.mlp', which is no module of this model" in unknown
+        assert "cuts names 'blocks.7.mlp', which is not a module of this model" in unknown
         assert "'blocks.1.mlp', 'blocks.0.mlp'" in unknown
         assert (
             "names 'up' in columns, a layer that it lacks; its layers are 'expansion', 'projection'"
             in lacking
         )
-        assert "cuts names 'up', which is no module" in of_stage
+        assert "cuts names 'up', which is not a module" in of_stage
 
 
 MESH = Mesh({"tp": 2}, rank=0)
@@ -212,7 +215,10 @@ MESH = Mesh({"tp": 2}, rank=0)
 @pytest.mark.parametrize(
     ("cuts", "message"),
     [
-        ({"blocks.0.mpl": MLP}, r"cuts names 'blocks.0.mpl', which is no module .* such as 'blocks.0.mlp', "),
+        (
+            {"blocks.0.mpl": MLP},
+            r"cuts names 'blocks.0.mpl', which is not a module .* such as 'blocks.0.mlp', ",
+        ),
         (
             {"blocks.0.mlp": Rule(rows=("expansion", "out"))},
             "names 'out' in rows, a layer that it lacks; its",

@@ -21,6 +21,7 @@ from colossalai.booster.plugin import (
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import GeminiDDP
+from colossalai.runtime import Plan, assemble
 from colossalai.tensor import ColoParameter, ProcessGroup, as_colo_parameter
 from colossalai.zero import ColoInitContext, GeminiAdamOptimizer
 from tests.ranks import run_ranks
@@ -224,6 +225,22 @@ def test_what_does_not_know_such_parameters_refuses_them() -> None:
     for said in run_ranks(refusals, 4):
         assert "ZeRO stage 3 by FSDP" in said[0]
         assert "pipeline" in said[1] or "laid out" in said[1]
+
+
+def refused_layout() -> str:
+    """Return the error of a plan without a layout for a model that is cut over other ranks than the job's."""
+    colossalai.launch_from_torch({}, verbose=False)
+    raw = built(ProcessGroup(tp_degree=4))
+    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the message is compared in the test
+        assemble(Plan(), raw, mesh=gpc.mesh, device=torch.device("cpu"))
+    gpc.destroy()
+    return str(refused.value)
+
+
+def test_a_cut_over_other_ranks_than_the_job_is_refused() -> None:
+    for message in run_ranks(refused_layout, 4):
+        assert "is cut over ProcessGroup(tp_degree=4, dp_degree=1), and the ranks are laid out as" in message
+        assert "parallel=dict(tensor=dict(size=4, mode='1d'))" in message
 
 
 def plain_in_a_context() -> bool:
