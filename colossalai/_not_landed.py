@@ -39,7 +39,7 @@ FEATURES: tuple[Feature, ...] = (
     Feature(
         title="Data parallelism as a wrapper for a process group",
         instead="take Booster(plugin=TorchDDPPlugin())",
-        names={"colossalai.nn.parallel": "ColoDDP"},
+        names={"colossalai.nn.parallel": "ColoDDP", "colossalai.nn.parallel.data_parallel": "ColoDDP"},
     ),
     Feature(
         title="The registry of modules for parameters that are cut",

@@ -12,13 +12,15 @@ import inspect
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from colossalai._not_landed import refuse_name
 from colossalai.compat.chunk import GeminiManager
 from colossalai.context import UnknownArgumentError, names_arguments
 from colossalai.logging import get_dist_logger
@@ -282,7 +284,7 @@ def get_static_torch_model(
         raise ValueError(f"the model is a {type(zero_ddp_model).__name__}; it must be a torch.nn.Module")
     raw = zero_ddp_model.unwrap() if isinstance(zero_ddp_model, ZeroModel) else zero_ddp_model
     if any(isinstance(value, AppliedDataMethod) for value in vars(raw).values()):
-        raise ValueError(f"the model is a {type(raw).__name__}: pass what its unwrap() returns")
+        raise ValueError(f"the model is a {type(raw).__name__}: pass the result of its unwrap()")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ValueError(f"dtype is {dtype!r}; it must be a floating one such as torch.float32, or None")
     return ordinary_copy(
@@ -300,8 +302,8 @@ def _keywords(function: type, *, skip: Sequence[str]) -> tuple[str, ...]:
 def _check_is_zero_model(model: object) -> None:
     if not isinstance(model, ZeroModel):
         raise ValueError(
-            f"the model is a {type(model).__name__}: pass what GeminiDDP(model, ...), ZeroDDP(model, ...) or "
-            "zero_model_wrapper(model, ...) returned"
+            f"the model is a {type(model).__name__}: pass the result of GeminiDDP(model, ...), "
+            "ZeroDDP(model, ...) or zero_model_wrapper(model, ...)"
         )
 
 
@@ -320,3 +322,8 @@ def _log_chunks(module: nn.Module) -> None:
             f"of 2**20 elements, cut over {layout.axis.size} ranks",
             ranks=[0],
         )
+
+
+if not TYPE_CHECKING:
+    __getattr__ = partial(refuse_name, "colossalai.nn.parallel.data_parallel")  # PEP 562: missing names
+__path__: list[str] = []  # as a package, so that the import of a missing name uses the finder

@@ -1,5 +1,6 @@
 """Older names that others' code imports: each does what its present-day counterpart does."""
 
+import importlib
 import random
 
 import numpy as np
@@ -30,6 +31,16 @@ def test_rows_give_the_classes_of_the_package():
     assert fused_adam.FusedAdam is FusedAdam
     assert data_parallel.ZeroDDP is ZeroDDP
     assert (OldManager, old_static_model) == (GeminiManager, get_static_torch_model)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("module", ["colossalai.nn.parallel", "colossalai.nn.parallel.data_parallel"])
+def test_colo_ddp_names_its_replacement_under_both_paths(module):
+    sentence = rf"{module}\.ColoDDP is not there yet\. .*; take Booster\(plugin=TorchDDPPlugin\(\)\)"
+    with pytest.raises(ImportError, match=sentence):
+        exec(f"from {module} import ColoDDP", {})
+    with pytest.raises(AttributeError, match=sentence):
+        importlib.import_module(module).ColoDDP  # noqa: B018
 
 
 def _params():
