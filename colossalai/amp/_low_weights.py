@@ -53,7 +53,7 @@ class _LowWeights(Precision):
     Buffers and inputs keep their float32 values, and behave as tensors of 16 bits ([Note: full precision in
     16 bits]). The model's output is float32, so that the loss is computed in it. Batch normalization keeps
     parameters and statistics in float32: variances overflow float16, and torch's kernels accept 16-bit inputs
-    along with them. See [Note: who holds the weights].
+    along with them. See [Note: weights in two precisions].
     """
 
     dtype: torch.dtype

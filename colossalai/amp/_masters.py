@@ -1,6 +1,6 @@
 """Float32 copies of the weights of a model that computes in a lower precision.
 
-[Note: who holds the weights]
+[Note: weights in two precisions]
 The model holds each parameter in the low precision, the optimizer its float32 copy, the master. Between two
 steps both agree: the parameter is the rounded master. A step copies the gradient from the parameter to the
 master, updates the master, and rounds it into the parameter. Updates that are smaller than the rounding
@@ -29,7 +29,7 @@ from colossalai.tensor import gradient_sync, keep_full_precision, keeps_dtype, s
 class Masters(OptimizerParams):
     """The masters of an optimizer's parameters; without masters, every method does nothing.
 
-    See [Note: who holds the weights].
+    See [Note: weights in two precisions].
 
     Args:
         pairs: The master of each parameter with one.

@@ -168,7 +168,7 @@ class OptimizerWrapper(Optimizer):
         is_first = self.group.members[0] is self.gradients
         self._after_step = self.group.after_step if is_first else ()  # once per step of the model
         self._is_updating = False
-        self.optim = optim  # last: see [Note: where an attribute is set]
+        self.optim = optim  # last: see [Note: attributes of a wrapper]
         _watch_steps(optim, self)
 
     def __getattr__(self, name: str) -> Any:

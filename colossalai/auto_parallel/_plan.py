@@ -289,9 +289,9 @@ class AutoPlan:
         try:
             content = json.loads(text)
         except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{name} is no JSON: {error}") from error
+            raise ValueError(f"{name} is not JSON: {error}") from error
         if not isinstance(content, dict) or content.get("format") != _FORMAT:
-            raise ValueError(f"{name} is no plan; AutoPlan.save and `colossalai plan` write plans")
+            raise ValueError(f"{name} is not a plan; AutoPlan.save and `colossalai plan` write plans")
         if content.get("version") != _VERSION:
             raise ValueError(
                 f"{name} is a plan of version {content.get('version')!r}, and this is version {_VERSION}: "
@@ -346,7 +346,7 @@ def given_plan(plan: AutoPlan | str | Path) -> AutoPlan:
         return load_plan(plan)
     if not isinstance(plan, AutoPlan):
         raise ValueError(
-            f"the plan is a {type(plan).__name__}: give what make_plan or load_plan returns, or the path of "
+            f"the plan is a {type(plan).__name__}: give the result of make_plan or load_plan, or the path of "
             "a file that AutoPlan.save or `colossalai plan` wrote"
         )
     return plan

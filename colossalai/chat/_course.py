@@ -96,7 +96,7 @@ class Course:
             raise ValueError(f"max_norm={self.max_norm}: give a number above 0, or leave it out")
         if isinstance(self.lr_scheduler, ReduceLROnPlateau):
             raise ValueError(
-                "lr_scheduler is a ReduceLROnPlateau, which waits for a metric: give one that counts steps, "
+                "lr_scheduler is a ReduceLROnPlateau, which waits for a metric: give a scheduler of steps, "
                 "or lower the rate in on_step"
             )
         if self.save_every is not None and self.save is None:

@@ -67,7 +67,7 @@ def save_pretrained(
     configured = with_config(raw)
     if configured is None:
         raise ValueError(
-            f"{type(raw).__name__} has no config, so is no model of transformers: write its weights with "
+            f"{type(raw).__name__} has no config, so is not a model of transformers: write its weights with "
             "booster.save_model"
         )
     written = raw_of(model) if not merges else TensorsByName(dict(merged_tensors(model)))

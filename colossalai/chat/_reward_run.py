@@ -320,7 +320,7 @@ def check_models(
     texts, longest_answer = [each.encoded for each in prompts], most_tokens(sampling)
     if len(tokenizer) > config.vocab_size:  # a model may have more, with a rounded-up vocabulary
         raise ValueError(
-            f"the tokenizer has {len(tokenizer)} tokens, and the model knows {config.vocab_size}: give the "
+            f"the tokenizer has {len(tokenizer)} tokens, and the model has {config.vocab_size}: give the "
             "tokenizer of the model, or resize the model (resize_token_embeddings)"
         )
     owner_of: dict[nn.Parameter, str] = {}

@@ -265,7 +265,7 @@ def check_readable(
     largest, longest = (max(measure(text.input_ids) for text in texts) for measure in (max, len))
     if known is not None and largest >= known:
         raise ValueError(
-            f"the rows have token {largest}, and the {name} knows {known} tokens: give the tokenizer of the "
+            f"the rows have token {largest}, and the {name} has {known} tokens: give the tokenizer of the "
             "model, or resize the model (resize_token_embeddings)"
         )
     if window is None or longest + most_tokens <= window:

@@ -41,7 +41,7 @@ class _Range(click.ParamType[tuple[int, int]]):
         try:
             return int(low), int(high if dash else low)
         except ValueError:
-            self.fail(f"{value!r} is no range such as 16-192", param, ctx)
+            self.fail(f"{value!r} is not a range such as 16-192", param, ctx)
 
 
 @click.command(epilog=_EXAMPLES)
@@ -127,7 +127,7 @@ def benchmark(
         whose = "an option of --serve URL" if serve is None else "for the processes of --gpus"
         raise click.UsageError(f"--{name} is {whose}: leave it out")
     if serve is None and settings["num_procs"] is None:
-        raise click.UsageError("say what to measure: --gpus N processes, or --serve URL")
+        raise click.UsageError("choose a measurement: --gpus N processes, or --serve URL")
     try:
         if serve is not None:
             sys.exit(_load(serve, json_file, plot_file, **loads))

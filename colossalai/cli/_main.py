@@ -61,7 +61,7 @@ main.add_command(serve)
 )
 @click.option("--bandwidth", is_flag=True, help="Measure communication between processes of this machine.")
 @click.option(
-    "--matmul", is_flag=True, help='Measure anew what matmul="auto" goes by; best on a quiet machine.'
+    "--matmul", is_flag=True, help='Measure the times behind matmul="auto" again; best on a quiet machine.'
 )
 @click.option(
     "--host", "hosts", metavar="H,...", help="Hosts to check, as for run; this machine if not given."
@@ -103,8 +103,8 @@ def check(
     given = {name: value for name, value in settings.items() if value not in (None, ())}
     if installation + doctor + bandwidth + matmul != 1:
         raise click.UsageError(
-            "say what to check: colossalai check -i checks the installation, colossalai check --doctor the "
-            "hosts of a job, colossalai check --bandwidth measures what communication costs, "
+            "choose a check: colossalai check -i checks the installation, colossalai check --doctor the "
+            "hosts of a job, colossalai check --bandwidth measures the cost of communication, "
             "colossalai check --matmul products of matrices"
         )
     allowed = {"num_procs", "mesh"} if bandwidth else set(settings) - {"mesh"} if doctor else set()
@@ -156,7 +156,7 @@ def _check_bandwidth(*, as_json: bool, num_procs: int | None = None, mesh: str |
     "--schedule",
     "names",
     metavar="S,...",
-    help="Some of gpipe, 1f1b, interleaved, zb-h1, zb-v; all if not given (none beside --file).",
+    help="Some of gpipe, 1f1b, interleaved, zb-h1, zb-v; all if not given (none with --file).",
 )
 @click.option(
     "--chunks",
@@ -201,7 +201,7 @@ def _check_bandwidth(*, as_json: bool, num_procs: int | None = None, mesh: str |
 @click.option("--bytes", "message_bytes", type=_POSITIVE, metavar="N", help="Bytes of a message.")
 @click.option("--plot", "plot_file", metavar="FILE.png", help="Also draw the schedules in time.")
 @click.option("--text", "has_text", is_flag=True, help="Also draw them with characters.")
-@click.option("--steps", "has_steps", is_flag=True, help="Also list what each rank does, messages included.")
+@click.option("--steps", "has_steps", is_flag=True, help="Also list the actions of each rank, with messages.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, without tables.")
 def pipeline(
     names: str | None,

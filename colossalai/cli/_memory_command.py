@@ -92,10 +92,10 @@ _POSITIVE = click.IntRange(min=1)
     "--trace",
     "trace_file",
     metavar="FILE.png",
-    help="Train two iterations under Gemini, and draw what lay in memory when. The options below are its.",
+    help="Train two iterations under Gemini, and draw the memory over time. The options below are its.",
 )
-@click.option("--memory-budget", "--memory_budget", metavar="SIZE", help="Of a rank: 268435456, or 256MiB.")
-@click.option("--offload-dir", "--offload_dir", metavar="FOLDER", help="For what does not fit into it.")
+@click.option("--memory-budget", "--memory_budget", metavar="SIZE", help="Bytes of a rank, or as 256MiB.")
+@click.option("--offload-dir", "--offload_dir", metavar="FOLDER", help="For chunks beyond the budget.")
 @click.option(
     "--placement-policy",
     "--placement_policy",
@@ -119,7 +119,7 @@ _POSITIVE = click.IntRange(min=1)
 @click.option(
     "--kv-dtype", type=click.Choice(["auto", "int8"]), default="auto", help="Keys and values in 8 bits."
 )
-@click.option("--dtype", default="auto", metavar="NAME", help="That of the files if not given.")
+@click.option("--dtype", default="auto", metavar="NAME", help="Default: the dtype of the files.")
 @click.option(
     "--block-size", type=_POSITIVE, default=16, show_default=True, help="Tokens of a block of the cache."
 )
@@ -164,7 +164,7 @@ def memory(
     rlhf: bool,
     **settings: Any,
 ) -> None:
-    """Estimate what a rank holds in training with Adam: parameters, gradients, states, activations.
+    """Estimate the memory of a rank in training with Adam: parameters, gradients, states, activations.
 
     Neither weights nor ranks are needed: parameters are counted on the meta device. With a pipeline, the
     stage that needs most is shown.
@@ -209,7 +209,7 @@ def _refuse_others(given: set[str], settings: dict[str, Any], *, is_traced: bool
     if settings.pop("lora_rank") and "lora_rank" in given:
         raise click.UsageError("--lora-rank is an option of --rlhf")
     if settings["model"] is None:
-        raise click.UsageError("say what to count: --model NAME in training, or --serve MODEL in a server")
+        raise click.UsageError("choose a model: --model NAME in training, or --serve MODEL in a server")
     if not is_traced:
         if wrong := [name for name in _TRACE_OPTIONS if settings.pop(name) is not None]:
             raise click.UsageError(f"--{wrong[0].replace('_', '-')} is an option of --trace FILE.png")
@@ -220,7 +220,7 @@ def _refuse_others(given: set[str], settings: dict[str, Any], *, is_traced: bool
 def _show_serving(model: str, given: set[str], *, as_json: bool, settings: dict[str, Any]) -> None:
     if wrong := sorted(given - {*_SERVE_OPTIONS, *_OPTIONS_OF_BOTH}):
         name = {"trace_file": "trace"}.get(wrong[0], wrong[0]).replace("_", "-")
-        raise click.UsageError(f"--{name} is about training: leave it out beside --serve")
+        raise click.UsageError(f"--{name} is about training: leave it out with --serve")
     from colossalai.cli._memory import show_serving
 
     try:
@@ -239,7 +239,7 @@ def _show_rlhf(given: set[str], settings: dict[str, Any], *, as_json: bool, expl
     if wrong := sorted(given - {"rlhf", *_RLHF_OPTIONS}):
         name = {"trace_file": "trace"}.get(wrong[0], wrong[0]).replace("_", "-")
         raise click.UsageError(
-            f"--{name} has no meaning beside --rlhf, whose table has every plan: leave it out"
+            f"--{name} has no meaning with --rlhf, whose table has every plan: leave it out"
         )
     if as_json and explain:
         raise click.UsageError("--json has the formulas: leave --explain out")

@@ -42,7 +42,7 @@ _BATCH = 8
     "--profile", help="Of the machine: a file, or a shipped one by name; two CPU cores if not given."
 )
 @click.option("--output", type=click.Path(dir_okay=False), help="Write the plan to this file.")
-@click.option("--diff", nargs=2, metavar="A B", help="Say what two files of plans do differently, no more.")
+@click.option("--diff", nargs=2, metavar="A B", help="Only print the differences of two files of plans.")
 @click.option("--json", "as_json", is_flag=True, help="Print the plan as JSON, without words.")
 def plan(
     model: str | None,

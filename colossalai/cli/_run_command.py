@@ -77,7 +77,7 @@ Examples:
     multiple=True,
     metavar="KEY=VALUE",
     help="Put a value over the config of the script, e.g. fp16.mode=bf16 or clip_grad_norm=1.0; Python and "
-    "JSON literals are what they say, other words are strings.",
+    "JSON literals are read as values, other words as strings.",
 )
 @click.option(
     "--env",
@@ -86,7 +86,7 @@ Examples:
     help="Set a variable on all machines; NAME alone gives them your own value.",
 )
 @click.option(
-    "--log-dir", "--log_dir", metavar="DIR", help="Also write what rank N prints to DIR/rank_N.log."
+    "--log-dir", "--log_dir", metavar="DIR", help="Also write the output of rank N to DIR/rank_N.log."
 )
 @click.option("--ssh-port", "--ssh_port", type=click.IntRange(1, 65535), metavar="P", help="Port of sshd.")
 @click.option(
@@ -100,7 +100,7 @@ Examples:
     default=None,
     help="Deal the cores of each machine out to its processes, so that no two compute on the same core. If "
     "neither is given, it is done where several processes compute on the CPUs of a machine with hardware "
-    "threads or several NUMA nodes, and nobody has bound them already (taskset, OMP_PROC_BIND, SLURM).",
+    "threads or several NUMA nodes, and they are not bound already (by taskset, OMP_PROC_BIND or SLURM).",
 )
 @click.option(
     "--preflight/--no-preflight",

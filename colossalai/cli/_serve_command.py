@@ -63,7 +63,7 @@ def _adapters(given: tuple[str, ...]) -> dict[str, str]:
     for each in given:
         name, _, folder = each.partition("=")
         if not name or not folder:
-            raise click.BadParameter(f"{each!r} is no NAME=DIR, such as sql=adapters/sql")
+            raise click.BadParameter(f"{each!r} is not NAME=DIR, such as sql=adapters/sql")
         if name in found:
             raise click.BadParameter(f"two adapters have the name {name!r}; each needs one of its own")
         found[name] = folder
@@ -73,12 +73,12 @@ def _adapters(given: tuple[str, ...]) -> dict[str, str]:
 @click.command(epilog=_EXAMPLES)
 @click.argument("model", required=False)
 @click.option("--config", metavar="FILE.py", help="A config with a model_class, as the OPT service has it.")
-@click.option("--name", help="The name that requests ask for the model by; that of its folder if not given.")
-@click.option("--tokenizer", metavar="DIR", help="Folder of the tokenizer; that of the model if not given.")
+@click.option("--name", help="Name of the model in requests. Default: the name of its folder.")
+@click.option("--tokenizer", metavar="DIR", help="Folder of the tokenizer. Default: the model's folder.")
 @click.option("--checkpoint", metavar="PATH", help="The values, where they are not in the model's folder.")
 @click.option("--tp", type=_POSITIVE, help="Ranks that share each layer.  [default: 1]")
 @click.option("--pp", type=_POSITIVE, help="Stages that share the layers.  [default: 1]")
-@click.option("--dtype", help="float32, bfloat16, float16 or float64; that of the files if not given.")
+@click.option("--dtype", help="float32, bfloat16, float16 or float64. Default: the dtype of the files.")
 @click.option(
     "--quantize",
     metavar="WAY",
@@ -91,7 +91,7 @@ def _adapters(given: tuple[str, ...]) -> dict[str, str]:
     metavar="NAME=DIR",
     multiple=True,
     callback=lambda _, __, given: _adapters(given) or None,
-    help="An adapter in peft's format, which requests ask for as `model`; may be given several times.",
+    help="An adapter in peft's format, chosen by `model` in requests; can be given several times.",
 )
 @click.option(
     "--speculate",
@@ -102,7 +102,7 @@ def _adapters(given: tuple[str, ...]) -> dict[str, str]:
 @click.option(
     "--kv-memory",
     type=_Memory(),
-    help="Memory of the cache on each rank: a fraction of what is free, or bytes (4GiB).  [default: 0.5]",
+    help="Memory of the cache on each rank: a fraction of the free memory, or bytes (4GiB).  [default: 0.5]",
 )
 @click.option("--max-length", type=_POSITIVE, help="Most tokens of a prompt and its answer.")
 @click.option("--max-running", type=_POSITIVE, help="Most answers that are made at a time.  [default: 64]")
@@ -124,12 +124,12 @@ def _adapters(given: tuple[str, ...]) -> dict[str, str]:
     "--api-key-file", metavar="FILE", help="A file with the key that clients send; or COLOSSALAI_API_KEY."
 )
 @click.option(
-    "--profanity-file", metavar="FILE", help="Words, one on a line; what is said with one is replaced."
+    "--profanity-file", metavar="FILE", help="Words, one on a line; an answer with one of them is replaced."
 )
 @click.option("--no-auth", is_flag=True, help="Listen on an address that others reach, without a key.")
 @click.option("--open-metrics", is_flag=True, help="/metrics answers without the key.")
 @click.option("--allow-weight-updates", is_flag=True, help="Offer POST /v1/load_weights.")
-@click.option("--allow-cors", is_flag=True, help="Let pages of other origins ask.")
+@click.option("--allow-cors", is_flag=True, help="Accept requests of pages of other origins.")
 @click.option("--log-prompts", is_flag=True, help="Write prompts into the log.")
 @click.option("--max-body-bytes", type=_POSITIVE, help="Largest body of a request.  [default: 4 MiB]")
 @click.option("--request-timeout", type=float, metavar="S", help="Seconds after which a request ends.")

@@ -2,7 +2,7 @@
 
 The kernel moves an unbound rank between cores, away from its data in their caches, and can place two ranks on
 the two hardware threads of one core while another core is idle. Here each rank gets
-whole cores that lie next to one another, and as many threads.
+whole adjacent cores, and as many threads.
 
 Linux calls a hardware thread a CPU; a core is one CPU, or several siblings that share its arithmetic units.
 """

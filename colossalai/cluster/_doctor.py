@@ -25,8 +25,8 @@ from colossalai.cluster._speed import ProcessorSpeed, Product, measure_speed
 _MIN_PYTHON = (3, 11)
 _IMPORT_TIMEOUT_S = 120.0
 _BACKENDS = ("shared_memory", "gloo", "nccl", "xccl", "ucc", "mpi")
-# The name to install by, the module that is imported, and what the package uses it for: those of the extras
-# in pyproject.toml, and those that the package imports where a user has them.
+# Distribution, imported module and use in this package: the libraries of the extras in pyproject.toml, and
+# those that the package imports if they are installed.
 _LIBRARIES = (
     ("transformers", "transformers", "models of Hugging Face"),
     ("tokenizers", "tokenizers", "text of one's own"),

@@ -24,7 +24,7 @@ class Host:
     """One machine of a job."""
 
     name: str  # as ssh takes it
-    slots: int | None = None  # processes; None if nothing was said
+    slots: int | None = None  # processes; None if not given
 
     def __str__(self) -> str:
         """Return it as a host list has it."""

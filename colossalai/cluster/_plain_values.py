@@ -1,6 +1,6 @@
 """Plain values exchanged by ranks: as bytes that are never executed, and collectives that carry them.
 
-torch's object collectives pickle, so anyone who can write to a socket of the job could run code in its
+torch's object collectives pickle, so any process that can write to a socket of the job could run code in its
 processes. These bytes are JSON of a few forms; a reader creates only numbers, text, containers, tensors, and
 records of classes that it has named itself.
 

@@ -1,6 +1,6 @@
 """Departure: every rank records in the store that it leaves, and the rank with the store leaves last.
 
-[Note: who has the store leaves last]
+[Note: departure of the store's rank]
 The store is needed after the launch: groups are made over it when their members first need them, and Gemini
 numbers models there, so a rank can need it after its last collective with rank 0. If rank 0 serves the store
 (launched by hand, by SLURM, by OpenMPI), its end would remove the store: "failed to recv, got 0 bytes" on
@@ -41,7 +41,7 @@ class Clock:
     sleep: Callable[[float], object] = time.sleep
 
 
-# See [Note: who has the store leaves last].
+# See [Note: departure of the store's rank].
 @dataclass(frozen=True, kw_only=True)
 class StoreDeparture:
     """The end of a job whose store ends with rank 0, as far as the other ranks depend on this one.

@@ -1,8 +1,8 @@
 """Store server: the TCPStore for the rendezvous of ranks, and the addresses of it and gloo on a machine.
 
-torch's store and gloo listen on every interface, or on that of the host's name, without authentication. If
-all ranks are on one machine, no other machine has to reach them: the store gets a socket that is bound to the
-loopback already, and gloo gets its interface.
+torch's store and gloo listen on every interface, or on the interface of the host's name, without
+authentication. If all ranks are on one machine, no other machine has to reach them: the store gets a socket
+that is bound to the loopback already, and gloo gets its interface.
 
 [Note: one time limit]
 torch's client of a store has no time limit: a lookup takes as long as the name server, a server that accepts
@@ -185,7 +185,7 @@ def wait_for_server(host: str, port: int, *, deadline: float) -> None:
 
 
 def within(seconds: float, call: Callable[[], _T]) -> _T:
-    """Return what a call returns, if it does so in time.
+    """Return the result of a call, if it returns in time.
 
     Args:
         seconds: Time limit; the thread is then abandoned.

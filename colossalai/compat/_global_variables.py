@@ -26,7 +26,7 @@ _GROUPS = {
 
 
 class TensorParallelEnv:
-    """What `tensor_parallel_env` is: read-only, the same on all ranks.
+    """Class of `tensor_parallel_env`: read-only, the same on all ranks.
 
     Attributes:
         mode: The tensor mode ("1d", "2d", "2.5d", "3d", "sequence"); None without one, and before launch.
@@ -62,8 +62,8 @@ class TensorParallelEnv:
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise AttributeError(
-            f"tensor_parallel_env.{name} cannot be set: parallel=dict(tensor=dict(size=..., mode=...)) in "
-            "the config, or HybridParallelPlugin(tp_size=..., tp_mode=...), says the layout"
+            f"tensor_parallel_env.{name} cannot be set: choose the layout by parallel=dict(tensor=dict("
+            "size=..., mode=...)) in the config, or by HybridParallelPlugin(tp_size=..., tp_mode=...)"
         )
 
     def __repr__(self) -> str:
@@ -77,5 +77,5 @@ moe_env = MOE_CONTEXT
 """Distribution of experts, and the auxiliary loss of the last forward."""
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, "colossalai.global_variables")  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, "colossalai.global_variables")  # PEP 562: missing names
 __path__: list[str] = []  # as a package, so that the import of a missing name uses the finder

@@ -1,6 +1,6 @@
 """Messages between neighbouring stages of the launched job's pipeline, for schedules written by hand.
 
-What a stage sends forward its next stage receives, what it sends backward the previous one. Shapes and dtypes
+A stage sends forward to its next stage, and backward to the previous one. Shapes and dtypes
 are known to the receiver: each function that receives is given them. The first stage has no previous one and
 the last no next one: there, sending does nothing and receiving returns None.
 """
@@ -25,7 +25,7 @@ def send_forward(
 
     Args:
         output_tensor: A tensor, or several.
-        next_rank: Global rank of the next stage; default: that of the pipeline.
+        next_rank: Global rank of the next stage; default: the neighbour in the pipeline.
         scatter_gather_tensors: No effect: tensors are sent whole.
     """
     _pass(to_next=output_tensor, next_rank=next_rank, cuts=scatter_gather_tensors)
@@ -38,7 +38,7 @@ def send_backward(
 
     Args:
         input_tensor_grad: A tensor, or several.
-        prev_rank: Global rank of the previous stage; default: that of the pipeline.
+        prev_rank: Global rank of the previous stage; default: the neighbour in the pipeline.
         scatter_gather_tensors: No effect: tensors are sent whole.
     """
     _pass(to_prev=input_tensor_grad, prev_rank=prev_rank, cuts=scatter_gather_tensors)
@@ -54,7 +54,7 @@ def recv_forward(
 
     Args:
         input_tensor_shape: Shape of the tensor, or a list of shapes of several.
-        prev_rank: Global rank of the previous stage; default: that of the pipeline.
+        prev_rank: Global rank of the previous stage; default: the neighbour in the pipeline.
         dtype: Dtype of the tensors; floating ones require a gradient.
         scatter_gather_tensors: No effect: tensors are sent whole.
     """
@@ -73,7 +73,7 @@ def recv_backward(
 
     Args:
         output_grad_shape: Shape of the tensor, or a list of shapes of several.
-        next_rank: Global rank of the next stage; default: that of the pipeline.
+        next_rank: Global rank of the next stage; default: the neighbour in the pipeline.
         dtype: Dtype of the tensors.
         scatter_gather_tensors: No effect: tensors are sent whole.
     """
@@ -194,7 +194,7 @@ def _pass(
     dtype: torch.dtype = torch.float32,
     cuts: bool = False,
 ) -> tuple[Received, Received]:
-    """Send and receive at once; return what the previous and the next stage sent."""
+    """Send and receive at once; return the tensors of the previous and the next stage."""
     if cuts:
         get_dist_logger().log_once(
             "scatter_gather_tensors=True has no effect: stages send whole tensors", ranks=[0]

@@ -68,8 +68,8 @@ def zero_model_wrapper(
         defaults = defaults_of(zero_model_wrapper, options)
         if taken := [name for name, value in options.items() if value != defaults[name]]:
             raise ValueError(
-                f"{', '.join(taken)}: options of stages 1 and 2, and zero_stage is 3: leave them out; where "
-                "data lies gemini_config=dict(placement_policy=...) says"
+                f"{', '.join(taken)}: options of stages 1 and 2, and zero_stage is 3: leave them out; "
+                "gemini_config=dict(placement_policy=...) places the data"
             )
         config = dict(gemini_config or {})
         if precision is not None and config.setdefault("precision", precision) != precision:
@@ -127,7 +127,7 @@ def zero_optim_wrapper(
 
     Raises:
         ValueError: `model` is not a result of `zero_model_wrapper`, `optimizer` cannot be cut, or an option
-            is out of range, or differs from that of the model's first optimizer.
+            is out of range, or differs from the model's first optimizer.
     """
     if not isinstance(model, ZeroModel):
         raise ValueError(

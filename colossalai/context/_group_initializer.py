@@ -148,7 +148,7 @@ def _as_written(who: str, row: tuple[Any, ...], sizes: Mapping[str, Any]) -> tup
     here = ranks.index(sizes["rank"]) if sizes["rank"] in ranks else None
     if here is None or (here, len(ranks)) != (local_rank, size):
         raise ConfigException(
-            f"{who} says that rank {sizes['rank']} is number {local_rank} of the {size} ranks of {mode!r}, "
-            f"whose ranks are {list(ranks)}: it must be among them, at that position"
+            f"{who} returns that rank {sizes['rank']} is number {local_rank} of the {size} ranks of "
+            f"{mode!r}, whose ranks are {list(ranks)}: it must be among them, at that position"
         )
     return mode, OwnGroup(ranks, group, cpu_group[0] if cpu_group else None)

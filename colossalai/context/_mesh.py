@@ -11,7 +11,7 @@ forever. So the name here has only the members and the number of groups of these
 in this job, which is equal on all members. Destroyed groups count, too. Otherwise a rank could read the
 entries of an old group in the store (addresses, names of memory) as those of its peers.
 
-[Note: a group is there when all members have it]
+[Note: readiness of a group]
 gloo returns on a rank as soon as the rank's own connections are made. If that rank then ends, because its
 script is done, it closes connections for which another one still waits: "Connection closed by peer". So a
 group of CPUs is returned when all members have it. They meet in the store: a collective would shift the count
@@ -61,7 +61,7 @@ def make_group(
     with section(f"making the process group {name}"), _name_for_groups(name):
         group = dist.new_group(list(ranks), backend=backend, use_local_synchronization=True, **options)
         assert isinstance(group, dist.ProcessGroup), f"this rank is not one of {list(ranks)}"
-        # The members wait for each other in the store; see [Note: a group is there when all members have it].
+        # The members wait for each other in the store; see [Note: readiness of a group].
         if torch.device("cpu") in group._device_types and dist.get_backend(group) != "fake":
             _meet(f"met in {group.group_name}", len(ranks))
     return group

@@ -20,7 +20,7 @@ from colossalai.context._process import ExpertLosses, process
 from colossalai.context._random import moe_set_seed
 from colossalai.logging import get_dist_logger
 
-# [Note: outputs lead to losses] The losses of a forward of a wrapped model are in the metadata of the
+# [Note: losses found by outputs] The losses of a forward of a wrapped model are in the metadata of the
 # autograd nodes of its outputs, so they are freed with the graph. From a loss these nodes are a few steps of
 # cross entropy, casts and views away. Reference counts cannot free a cycle through a graph, so a node on
 # which one of the losses can depend (hidden states that are returned, too) gets a weak reference: such a node
@@ -118,7 +118,7 @@ class MoeEnvironment:
 
     def assign(self, losses: ExpertLosses, outputs: Iterable[torch.Tensor]) -> None:
         """Record the losses of a forward with its outputs."""
-        # See [Note: outputs lead to losses].
+        # See [Note: losses found by outputs].
         nodes = [term.grad_fn for term in losses.terms if term.grad_fn is not None]
         newest = max((node._sequence_nr() for node in nodes), default=-1)
         has_graph = any(term.requires_grad for term in losses.terms)

@@ -18,4 +18,4 @@ from colossalai.device._speed import Machine as Machine
 from colossalai.device._speed import MeshSpeed as MeshSpeed
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names

@@ -4,7 +4,7 @@
 A call is timed as in real use: through `colossalai.communication`, including the allocation of its result. An
 untimed call directly precedes the timed ones: ranks leave a barrier at different moments, which on a busy
 machine are further apart than a short message takes, so the call itself synchronizes them. Groups along an
-axis communicate all at once, as in training. The time is that of the slowest rank, the median of some rounds,
+axis communicate all at once, as in training. The time is the slowest rank's, the median of some rounds,
 of fewer on a slow machine. A round has all sizes, so that a temporary disturbance of the machine affects no
 size alone. Calls above 1 MB are timed once.
 """

@@ -71,7 +71,7 @@ def from_json(text: str, *, name: str) -> tuple[MeshSpeed, tuple[int, ...]]:
         if ((len(order), 1),) not in lines:
             raise ValueError("it has no group of all ranks")
     except (ValueError, TypeError, LookupError, AttributeError) as error:
-        raise ValueError(f"{name} is no file that DeviceMesh.save wrote: {error}") from error
+        raise ValueError(f"{name} is not a file of DeviceMesh.save: {error}") from error
     return MeshSpeed(shape, lines, machine), order
 
 

@@ -9,5 +9,5 @@ from colossalai.engine._gradient_handler import build_gradient_handler as build_
 
 
 def __getattr__(name: str) -> Any:
-    """Import a sub-module when it is first asked for (PEP 562)."""
+    """Import a sub-module at its first access (PEP 562)."""
     return find_name(__name__, {}, name)

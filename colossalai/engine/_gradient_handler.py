@@ -33,7 +33,7 @@ def build_gradient_handler(
     """Build the handler that `dict(type=..., ...)` names; further entries are its arguments.
 
     Raises:
-        ValueError: No handler is registered under that name, or what is registered is not one.
+        ValueError: No handler is registered under that name, or the registered object is not one.
     """
     arguments = {key: value for key, value in config.items() if key != "type"}
     handler = GRADIENT_HANDLER.get_module(config["type"])(model, optimizer, **arguments)

@@ -322,7 +322,7 @@ def _prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     wrong = [each for each in given if not isinstance(each, str) and not _is_iterable(each)]
     if wrong:
         raise ValueError(
-            f"{wrong[0]!r} is no prompt: a prompt is a text or a list of tokens, which are whole numbers"
+            f"{wrong[0]!r} is not a prompt: a prompt is a text or a list of tokens, which are whole numbers"
         )
     return given
 
@@ -346,7 +346,7 @@ def _tokens(prompt: Iterable[Any]) -> tuple[int, ...]:
     tokens = tuple(prompt)
     wrong = [token for token in tokens if not _is_token(token)]
     if wrong:
-        raise ValueError(f"{wrong[0]!r} in a prompt is no token: tokens are whole numbers")
+        raise ValueError(f"{wrong[0]!r} in a prompt is not a token: tokens are whole numbers")
     return tuple(map(operator.index, tokens))
 
 

@@ -104,7 +104,7 @@ def _draws(chunk: SequenceChunk, drafted: Sequence[int], answer: OpenAnswer) -> 
         draws = answer.draws(drafted)
         for index in range(1, chunk.num_draws):
             draws += answer.draws_of_twin(index)
-    except Exception as error:  # of a grammar: fails only its own request, after the step
+    except Exception as error:  # raised by a grammar: fails only its own request, after the step
         answer.of.failure = error
         answer.matcher = None
         draws = answer.draws(drafted) * max(chunk.num_draws, 1)

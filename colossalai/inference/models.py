@@ -152,7 +152,7 @@ def resolve_model(model_class: ModelClass) -> ResolvedModel:
         return _of_folder(Path(model_class))
     if isinstance(model_class, type) and issubclass(model_class, nn.Module):
         raise ValueError(
-            f"model_class is the class {model_class.__name__}, which says no sizes: give a function that "
+            f"model_class is the class {model_class.__name__}, which has no sizes: give a function that "
             "returns its config or a model of it, or a folder of save_pretrained"
         )
     if callable(model_class):

@@ -1,6 +1,6 @@
 """A logger for a job of many ranks.
 
-It stands on the standard library's `logging`, so that users' filters and handlers work, and adds three
+It uses the standard library's `logging`, so that users' filters and handlers work, and adds three
 things: every line names the global rank that wrote it, a call can be limited to some ranks, and a line leaves
 the process in one write, so that lines of different ranks on the same terminal do not interleave.
 

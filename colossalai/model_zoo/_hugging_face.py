@@ -1,4 +1,4 @@
-"""What encoders of Hugging Face transformers have in common: settings, and blocks with q, k and v apart."""
+"""Common parts of encoders of Hugging Face transformers: settings, and blocks with separate q, k and v."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any

@@ -1,7 +1,7 @@
 """The blocks of a transformer, of which GPT, BERT and ViT are built.
 
 A block depends on its tensor mode only through the layers of `colossalai.nn`, and passes each its input cut:
-the norms and the first of two linear layers get that of the block's input, the second one the output cut of
+the norms and the first of two linear layers get the input cut of the block, the second one the output cut of
 the first.
 """
 

@@ -79,4 +79,4 @@ from colossalai.nn.optimizer import Lamb as Lamb
 from colossalai.nn.optimizer import Lars as Lars
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names

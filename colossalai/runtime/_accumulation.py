@@ -29,7 +29,7 @@ class AccumulatingOptimizer(OptimizerWrapper):
         self._window: TrainingStep | None = None
         self._has_unstepped = False  # whether a backward has not been followed by the step of its microbatch
         self._is_immediate = False
-        super().__init__(*args, **kwargs)  # last: see [Note: where an attribute is set]
+        super().__init__(*args, **kwargs)  # last: see [Note: attributes of a wrapper]
 
     @property
     def window(self) -> TrainingStep:

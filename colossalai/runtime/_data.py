@@ -223,7 +223,7 @@ class DataParallelLoader(DataLoader[Any]):
         if self._shard is not None and self.handed_out_ns:
             if self.batch == 0 and self._fills_within:
                 raise ValueError(
-                    "this stream divides itself over workers, so samples stand in for missing ones within "
+                    "this stream divides itself over workers, so samples replace missing ones within "
                     "the pass: gather each batch by itself, in the loop"
                 )
             return self._dealt if self.batch else self._dealt_in_pass
@@ -397,7 +397,7 @@ def check_division(loader: object, num_replicas: int, *, remedy: str) -> None:
     if num_replicas > 1 and found is None and unprepared:
         get_dist_logger().log_once(
             "this dataloader gives every data-parallel rank the same samples, unless its sampler or its "
-            f"dataset divides them: {remedy} makes one that does",
+            f"dataset divides them: {remedy} makes a loader that does",
             ranks=[0],
         )
 

@@ -26,7 +26,7 @@ class WatchedLoader:
 
     def __init__(self, loader: Iterable[Any]) -> None:
         self.at_last_batch = False
-        self.loader = loader  # last: see [Note: where an attribute is set]
+        self.loader = loader  # last: see [Note: attributes of a wrapper]
 
     def __getattr__(self, name: str) -> Any:
         if name == "loader":  # not set yet: pickle and copy read attributes before __init__ has run

@@ -1,6 +1,6 @@
 """Gathering of results of all data-parallel ranks, each sample once.
 
-[Note: whose samples these are] A `DataParallelSampler` deals the samples round robin: sample j of replica
+[Note: order of gathered samples] A `DataParallelSampler` deals the samples round robin: sample j of replica
 r is number j * replicas + r of the epoch's order. So the replicas' rows, interleaved again, are in that
 order, and repeated samples are at its end, where they are cut off.
 """
@@ -51,7 +51,7 @@ def gather_samples(nested: T, replicas: Axis, *, last_batch: LastBatch | None, d
     for leaf in leaves:
         if leaf is not None and not isinstance(leaf, Tensor):
             raise ValueError(
-                f"there is a {type(leaf).__name__} among what is to be gathered; it must be tensors, in "
+                f"there is a {type(leaf).__name__} among the values to gather; they must be tensors, in "
                 "dicts, lists or tuples"
             )
     tensors = [leaf.detach() for leaf in leaves if leaf is not None]
@@ -77,8 +77,8 @@ def _exchange(
     metas = all_gather(meta, 0, replicas).view(-1, 2).tolist()
     if any(other != fingerprint for other, _ in metas):
         raise ValueError(
-            "what is to be gathered differs between ranks, in its structure, dtypes or shapes beyond dim 0; "
-            f"here it is {described}: pad sequences to one length first"
+            "the values to gather differ between ranks, in structure, dtypes or shapes beyond dim 0; "
+            f"here they are {described}: pad sequences to one length first"
         )
     longest = max(length for _, length in metas)
     padded = torch.nn.functional.pad(packed, (0, longest - packed.numel()))
@@ -101,7 +101,7 @@ def _unpack(row: Tensor, like: list[Tensor]) -> list[Tensor]:
 
 def _join_rows(parts: list[Tensor], last_batch: LastBatch | None) -> Tensor:
     """Return the rows of all replicas as one tensor."""
-    # See [Note: whose samples these are].
+    # See [Note: order of gathered samples].
     if parts[0].dim() == 0:
         return torch.stack(parts)
     if last_batch is None:

@@ -4,7 +4,7 @@ There are two kinds. Some give a model other parameters, while the optimizer, th
 method and the ranks that hold the same parameter rely on the present ones. Some export the tensors of this
 process, which under many plans are a part of the model.
 
-[Note: refused on the model itself]
+[Note: refusals on the model itself]
 A refusal replaces the method on the given model and on its submodules, since scripts keep references to both.
 It ends with the plan: with the wrapper that `boost` returned, or with the job. A copy of the model has no
 plan.
@@ -74,7 +74,7 @@ class RefusedCall:
         return RefusedCall(copy.deepcopy(self._owner(), memo), self._name, self._reason, None)  # type: ignore[arg-type]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickle as the method itself of the owner's copy; see [Note: refused on the model itself]."""
+        """Pickle as the method itself of the owner's copy; see [Note: refusals on the model itself]."""
         return getattr, (self._owner(), self._name)
 
 

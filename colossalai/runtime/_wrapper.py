@@ -74,7 +74,7 @@ class ModelWrapper(AppliedModel):
         if self.pipeline is not None:
             raise ValueError(f"{name} is a method of a whole model, and this is a stage of a pipeline")
         if name == "forward":
-            raise ValueError("forward is what the other methods run as: call the model itself")
+            raise ValueError("forward is not a method to call through the wrapper: call the model itself")
         if not callable(getattr(raw, name, None)) or isinstance(getattr(raw, name), nn.Module):
             classes = [each for each in type(raw).__mro__[:-1] if issubclass(each, nn.Module)]
             known = [

@@ -30,7 +30,7 @@ _TYPES: Mapping[int, str] = {
 class ErrorDetail(BaseModel):
     """Details of an error."""
 
-    message: str = Field(description="What is wrong, what is allowed, and what to change.")
+    message: str = Field(description="The mistake, the allowed values, and the remedy.")
     type: str
     param: str | None = Field(description="The field that is wrong, if it is one.")
     code: str | None = Field(description="A name for programs, where there is one.")

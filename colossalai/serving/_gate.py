@@ -1,6 +1,6 @@
 """Gate: the middleware of every request: its id, API key, body, cancellation and log line.
 
-[Note: a client that disconnects]
+[Note: disconnected clients]
 ASGI reports a disconnect only to a pending `receive`, and an application that computes an answer does not
 call it. So the gate reads the whole body first, passes it on, and then awaits both the application and the
 disconnect. If the disconnect is first, it cancels the application, and the engine's requests are aborted. One
@@ -147,7 +147,7 @@ class Gate:
                 code="too_many_parts",
             )
 
-    # See [Note: a client that disconnects].
+    # See [Note: disconnected clients].
     async def _run_until_disconnect(
         self, record: RequestRecord, scope: Scope, body: bytes, receive: Receive, send: Send
     ) -> None:

@@ -37,8 +37,8 @@ _ENGINE_GAUGES = (
 class Metrics(Collector):
     """Metrics of one application; a second one in the same process has its own.
 
-    A call of a generating route is one request here, whatever its number of prompts: it is received once, and
-    has one outcome.
+    A call of a generating route is one request here, with any number of prompts: it is received once, and has
+    one outcome.
 
     Args:
         service: The engine that supplies the statistics.

@@ -1,6 +1,6 @@
 """Streams: deltas from the engine's thread to the event loop, aborts, and the drain at shutdown.
 
-[Note: one thread calls the engine]
+[Note: thread of the engine]
 `submit` and `abort` may wait for a lock that the engine holds during a step, so the event loop must not call
 them. One thread makes these calls in order: an abort follows the submission of its request, even if that was
 still pending when the client left, and requests enter the queue in the order in which they were tokenized.
@@ -94,7 +94,7 @@ class Reply:
         self.abort()
         self._open = {}
 
-    # See [Note: one thread calls the engine].
+    # See [Note: thread of the engine].
     def _submit(self) -> None:
         for index, request in enumerate(self._requests):
             self._service.submit(request, partial(self._forward, index))

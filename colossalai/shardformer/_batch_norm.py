@@ -1,6 +1,6 @@
 """Batch norms over replicas: mean and variance are those of the whole batch, wherever its parts are.
 
-[Note: statistics of a batch that is cut]
+[Note: statistics of a sharded batch]
 A rank with n_r values of a channel finds their mean m_r and variance v_r. Of n = sum n_r values together
 
     m = sum (n_r / n) m_r,    v = sum (n_r / n) (v_r + (m_r - m)^2)        (Chan, Golub and LeVeque, 1979)
@@ -11,11 +11,11 @@ gradient of the sum of the losses of all ranks is (1502.03167, section 3)
 
     dx = w / s (dy - (sum dy) / n - h (sum dy h) / n)
 
-where both sums are over all ranks: one more message. dw = sum dy h and db = sum dy stay local, like all
+with both sums over all ranks: one more message. dw = sum dy h and db = sum dy stay local, like all
 gradients of parameters until the data method averages them. A whole activation is processed by torch's own
 kernel of a batch norm in evaluation, with m and v as the statistics.
 
-[Note: a batch that is seen twice]
+[Note: repeated forward of a batch]
 If activations are recomputed, the backward runs a forward again, on the same batch. All ranks do so alike, so
 they gather again; but running statistics must not move a second time, nor may the batch be counted twice.
 """
@@ -71,7 +71,7 @@ def sync_batch_norms(model: nn.Module, replicas: Axis) -> int:
 def follow_batches_once(model: nn.Module) -> list[Callable[[], None]]:
     """Let batch norms whose forward is recomputed leave running statistics alone the second time, in place.
 
-    See [Note: a batch that is seen twice].
+    See [Note: repeated forward of a batch].
 
     Args:
         model: The model, or a stage of it; batch norms over replicas do so by themselves.
@@ -85,7 +85,7 @@ def follow_batches_once(model: nn.Module) -> list[Callable[[], None]]:
 
 
 class FollowsBatchOnce(nn.Module):
-    """Put before the class of a batch norm; see [Note: a batch that is seen twice]."""
+    """Put before the class of a batch norm; see [Note: repeated forward of a batch]."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize the batch."""
@@ -109,7 +109,7 @@ class FollowsBatchOnce(nn.Module):
 
 
 class ReplicaBatchNorm(nn.Module):
-    """Put before the class of a batch norm; see [Note: statistics of a batch that is cut].
+    """Put before the class of a batch norm; see [Note: statistics of a sharded batch].
 
     Attributes:
         replicas: The ranks.
@@ -136,7 +136,7 @@ class ReplicaBatchNorm(nn.Module):
         dtype = torch.promote_types(x.dtype, torch.float32)
         weight, bias = (None if each is None else each.to(dtype) for each in (self.weight, self.bias))
         y, mean, variance, count = _Normalization.apply(x, weight, bias, self.eps, self.replicas)
-        # See [Note: a batch that is seen twice].
+        # See [Note: repeated forward of a batch].
         if self.running_mean is not None and not is_in_backward():
             self._follow(mean, variance, count)
         normalized: Tensor = y

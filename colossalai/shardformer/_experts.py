@@ -191,7 +191,7 @@ class RuledExperts(DispatchedExperts):
             results: Tensor = own_forward(rows, chosen.unsqueeze(1), rows.new_ones(len(rows), 1))
         finally:
             self.num_experts = kept
-        if len(rows) == 0:  # then a loop has touched nothing: see [Note: all ranks take part]
+        if len(rows) == 0:  # then a loop has touched nothing: see [Note: participation of all ranks]
             results = results + rows.sum() + sum(param.sum() for param in self.parameters(recurse=False))
         return results
 

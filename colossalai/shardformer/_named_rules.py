@@ -94,7 +94,7 @@ def refuse_unknown_names(cuts: Collection[str], known: Collection[str]) -> None:
         if name not in known:
             near = get_close_matches(name, known, n=3) or [each for each in known if each][:8]
             raise ValueError(
-                f"cuts names {name!r}, which is no module of this model: names are those of "
+                f"cuts names {name!r}, which is not a module of this model: names are those of "
                 f"model.named_modules(), such as {', '.join(map(repr, near))}"
             )
 
@@ -223,7 +223,7 @@ def head_params_of(module: nn.Module, rule: Rule) -> Iterator[tuple[nn.Module, s
 
 
 def cut_places(module: nn.Module, rule: Rule) -> Iterator[tuple[tuple[nn.Module, str], int]]:
-    """Yield what a rule cuts: the module that has a parameter, its name there, and the dimension."""
+    """Yield the cuts of a rule: the module that has a parameter, its name there, and the dimension."""
     for owner, key in head_params_of(module, rule):
         yield (owner, key), 0
     for field in _LAYERS:

@@ -69,7 +69,7 @@ def _full_name(kind: type | str) -> str:
         return f"{kind.__module__}.{kind.__qualname__}"
     if not isinstance(kind, str) or "." not in kind:
         raise ValueError(
-            f"{kind!r} is no class; pass the class itself, or its full name as in "
+            f"{kind!r} is not a class; pass the class itself, or its full name as in "
             "'transformers.models.gpt2.modeling_gpt2.GPT2MLP'"
         )
     return kind

@@ -177,7 +177,7 @@ def _share_out(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
 
 
 def _adapt(module: nn.Module, rule: Rule, mesh: Mesh) -> None:
-    """Let what is not cut in a module go with its layers: counts, random masks, norms of single heads."""
+    """Adapt the uncut parts of a module to its layers: counts, random masks, norms of single heads."""
     if rule.head_inputs:
         names = list(inspect.signature(module.forward).parameters)
         places = {name: names.index(name) for name in rule.head_inputs}
@@ -329,7 +329,7 @@ def check_rule(
         features, part = _features(getattr(module, key))[1], int(getattr(module, rule.part or ""))
         if features % part:
             raise ValueError(
-                f"{what}: the {features} output features of its {key} are no whole number of parts of "
+                f"{what}: the {features} output features of its {key} are not a whole number of parts of "
                 f"{rule.part}={part}; parts of several sizes, as of a query wider than key and value, cannot "
                 "be cut: name the layer in `heads` of the Rule, and the row layer behind it in `splits`"
             )

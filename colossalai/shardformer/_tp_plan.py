@@ -114,7 +114,7 @@ def _rules_of_plan(
 
 
 def _entries(model: nn.Module, plan: Mapping[str, str]) -> Iterator[tuple[str, str, str]]:
-    """Yield what a plan names in a model: the name of a module or parameter, of its entry, and the style.
+    """Yield the matches of a plan in a model: the name of a module or parameter, of its entry, and the style.
 
     Experts are for expert parallelism, and are whole on every rank here: they give the same everywhere.
     """

@@ -234,7 +234,7 @@ def keep_full_precision(
     """Let the buffers of a module, and of its children, be float32 and behave as tensors of 16 bits.
 
     A layer, which has parameters and no children, takes the copies in 16 bits of its inputs. A buffer is cast
-    in place, to 16 bits, where no class of Python stands between it and its readers: if a module has it under
+    in place, to 16 bits, where no class of Python is between it and its readers: if a module has it under
     another attribute, too, or if it is a parameter, sparse or in TorchScript. So is one of another 16-bit
     dtype.
 

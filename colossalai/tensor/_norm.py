@@ -168,7 +168,7 @@ def _over_all_slices(
 def _power_sum(group: NormGroup, norm_type: float, windows: Windows | None) -> torch.Tensor:
     """Return the sum of the p-th powers (the maximum for p = infinity) over this rank's slices.
 
-    They are added in the order of the parameters, whatever the windows: the sum is the same bits.
+    They are added in the order of the parameters, for any windows: the sum is the same bits.
     """
     norm_of: dict[int, torch.Tensor] = {}  # by the id of the parameter
     for window in (group.params,) if windows is None else windows(group.params):

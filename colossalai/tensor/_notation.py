@@ -84,7 +84,7 @@ def dims_of_partition(partition: Mapping[int, Sequence[int]], num_dims: int, mes
         if not -num_dims <= dim < num_dims:
             raise ValueError(f"dimension {dim} in {dict(partition)} of a tensor of {num_dims} dimensions")
         if dims[dim]:
-            raise ValueError(f"dimension {dim % num_dims} stands twice in {dict(partition)}")
+            raise ValueError(f"dimension {dim % num_dims} is twice in {dict(partition)}")
         dims[dim] = _axes_at(positions, mesh)
     return tuple(dims)
 
@@ -113,8 +113,8 @@ def dims_of_placements(placements: "Sequence[Placement]", num_dims: int, mesh: M
             continue
         if type(placement) is not Shard:  # torch's strided shards are not a subclass everywhere
             raise ValueError(
-                f"{placement} along {axis!r} says no cut: a spec takes Shard(dim) and Replicate(), and terms "
-                "of a sum are the `partial` of a ShardingLayout"
+                f"{placement} along {axis!r} is not a cut: a spec takes Shard(dim) and Replicate(), and "
+                "terms of a sum are the `partial` of a ShardingLayout"
             )
         if not -num_dims <= placement.dim < num_dims:
             raise ValueError(f"{placement} along {axis!r} of a tensor of {num_dims} dimensions")

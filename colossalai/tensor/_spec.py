@@ -3,7 +3,7 @@
 Every parameter of a parallel layer has its spec. Operations on the full parameter (norms, checkpoints) and
 the ranks of its gradient synchronization are derived from the spec.
 
-[Note: which ranks share a gradient]
+[Note: ranks of a gradient]
 The loss of a step is the mean of the losses L_r of the R parts of the batch, one on each rank of `replicas`.
 So the gradient of a tensor w is (1 / R) times the sum over r of dL_r / dw. A backward leaves on a rank the
 terms of those losses that the rank's own slice took part in:
@@ -99,7 +99,7 @@ class ShardingSpec:
                 raise ValueError(
                     f"dimension {dim} of shape {self.shape} is {of_parts}{self.shape[dim] // num_parts}, "
                     f"which the {num_ranks} ranks along {' x '.join(axes)} do not divide: nothing is padded "
-                    "unless somebody says so, with pad_to(tensor, shape) and a PaddedSpec of that shape"
+                    "unless you request it, with pad_to(tensor, shape) and a PaddedSpec of that shape"
                 )
 
     @staticmethod
@@ -141,7 +141,7 @@ class ShardingSpec:
                 sharded separately.
         """
         if any(axes and count > 1 for axes, count in zip(self.dims, self.parts_of_dims, strict=True)):
-            raise ValueError(f"parts={self.parts} are cut each for itself, which torch's Shard cannot say")
+            raise ValueError(f"parts={self.parts} are each cut, which torch's Shard cannot express")
         return placements_of_dims(self.dims, self.mesh)
 
     @property
@@ -249,7 +249,7 @@ def cut_dims(
 def set_spec(tensor: torch.Tensor, spec: ShardingSpec) -> None:
     """Set the spec of a tensor."""
     if tuple(tensor.shape) != spec.local_shape:
-        raise ValueError(f"a slice of shape {tuple(tensor.shape)} where the spec says {spec.local_shape}")
+        raise ValueError(f"a slice of shape {tuple(tensor.shape)} where the spec has {spec.local_shape}")
     setattr(tensor, SHARDING_SPEC, spec)
 
 
@@ -350,7 +350,7 @@ class GradientSync:
 def gradient_sync(tensor: torch.Tensor, replicas: Axis) -> GradientSync:
     """Return over which ranks the gradient of a tensor is summed, and by how much it is divided.
 
-    See [Note: which ranks share a gradient]. The ranks are also those that start with the same values.
+    See [Note: ranks of a gradient]. The ranks are also those that start with the same values.
 
     Args:
         tensor: A parameter, or a buffer.

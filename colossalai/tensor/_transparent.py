@@ -1,6 +1,6 @@
 """Transparent wrappers: attributes of a wrapper are set and deleted where they are read.
 
-[Note: where an attribute is set]
+[Note: attributes of a wrapper]
 Reading looks into the wrapper first: the attributes that its `__init__` has set, its class, and then the
 wrapped object. Setting and deleting follow the same order, so that a read returns the value that was set, and
 the wrapped object uses it.
@@ -25,10 +25,10 @@ def is_own_attribute(wrapper: object, name: str) -> bool:
 class TransparentModule(nn.Module):
     """A module whose attributes are those of the module that it wraps, except its own.
 
-    A subclass sets its own attributes in `__init__` and calls `_stand_for(raw)` last; see [Note: where an
-    attribute is set]. The parameters of the wrapped module stay the same: an assignment that adds or removes
-    one is refused. If both have an attribute of one name, the wrapper's is read, and assigning it is refused:
-    use `unwrap()`.
+    A subclass sets its own attributes in `__init__` and calls `_stand_for(raw)` last; see [Note: attributes
+    of a wrapper]. The parameters of the wrapped module stay the same: an assignment that adds or removes one
+    is refused. If both have an attribute of one name, the wrapper's is read, and assigning it is refused: use
+    `unwrap()`.
 
     Attributes:
         training: Mode of the wrapped module.

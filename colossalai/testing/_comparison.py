@@ -72,7 +72,7 @@ def assert_equal_in_group(tensor: Tensor, process_group: dist.ProcessGroup | Non
             for place in others
         ]
         raise AssertionError(
-            f"the tensors of shape {tuple(tensor.shape)} on ranks {ranks} differ from that of the first rank"
+            f"the tensors of shape {tuple(tensor.shape)} on ranks {ranks} differ from the first rank's"
         )
 
 

@@ -222,7 +222,7 @@ def _mean_over_ranks(loss: Tensor | float | None, device: str | torch.device) ->
     if dist.is_initialized():
         dist.all_reduce(total)
     if total[1] == 0:
-        raise AssertionError("no rank knows the loss: Subject.step must return it on at least one")
+        raise AssertionError("no rank has the loss: Subject.step must return it on at least one")
     return (total[0] / total[1]).item()
 
 

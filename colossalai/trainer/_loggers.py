@@ -29,7 +29,7 @@ class MetricLogger(ABC):
         """Begin.
 
         Args:
-            settings: How the run is set up, as plain values: mesh, plan and config.
+            settings: Settings of the run as plain values: mesh, plan and config.
         """
 
     @abstractmethod

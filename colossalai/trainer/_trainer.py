@@ -160,7 +160,7 @@ class Trainer:
             )
         with self._telling_hooks_of_exceptions():
             self._call_hooks("before_train")
-            # A rank whose own hook asks for the end must not leave the others alone: all decide together.
+            # A rank whose own hook requests the end must not leave the others alone: all decide together.
             while not self._is_complete() and not self._agree_to_stop():
                 self._train_epoch(train_dataloader, display_progress, return_output_label)
                 if test_dataloader is not None and self.cur_epoch % test_interval == 0:
@@ -364,8 +364,9 @@ class Trainer:
 def _check_engine(engine: Any) -> None:
     if isinstance(engine, nn.Module | Optimizer | tuple | type):
         raise ValueError(
-            f"engine is a {type(engine).__name__}; it must be the first of what colossalai.initialize "
-            "returns: engine, train_dataloader, test_dataloader, lr_scheduler = colossalai.initialize(...)"
+            f"engine is a {type(engine).__name__}; it must be the first result of "
+            "colossalai.initialize: engine, train_dataloader, test_dataloader, lr_scheduler = "
+            "colossalai.initialize(...)"
         )
 
 

@@ -1,6 +1,6 @@
 """The collectives of ZeRO on a bucket: a mean of which each rank gets its section, and the gather.
 
-[Note: every section straight to where it is needed]
+[Note: direct exchange of sections]
 For the mean each rank sends every other rank that rank's section, and sums the received ones, in float32 or
 better, in the order of the ranks. For the gather, each rank sends its section to all others. Both send the
 bytes of a ring, (n-1)/n of the bucket, from and to the memory of the sections, of any lengths. A sum is
@@ -32,12 +32,12 @@ def start_mean(flat: torch.Tensor, bucket: FlatBucket, dtype: torch.dtype | None
 
     Gradients are divided here, once. The returned function takes the destination of the mean, which
     determines its dtype: this rank's section of `flat`, or None for new memory.
-    See [Note: every section straight to where it is needed].
+    See [Note: direct exchange of sections].
 
     Args:
         flat: This rank's gradients; not to be touched before the end.
         bucket: Their layout, and the ranks.
-        dtype: Dtype of the messages; None: that of the gradients.
+        dtype: Dtype of the messages; None: the dtype of the gradients.
     """
     axis, divisor = bucket.sync.axis, bucket.sync.divisor
     if axis.size == 1:  # `flat` is its own only section
@@ -108,7 +108,7 @@ def start_gather(flat: torch.Tensor, bucket: FlatBucket, *, stamp: int = 0) -> C
 def start_meeting(axis: Axis, stamp: int) -> Callable[[], object]:
     """Begin to meet those ranks of an axis that have the same stamp; return the wait, which ends with all.
 
-    Beside a collective of a library without tags: a byte in host memory goes to each rank.
+    Along with a collective of a library without tags: a byte in host memory is sent to each rank.
     """
     others = [rank for rank in range(axis.size) if rank != axis.rank]
     return start_messages(

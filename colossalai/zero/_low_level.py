@@ -32,8 +32,7 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
     Made from an optimizer alone, as here, it takes the parameters as they are: float16 and bfloat16 ones get
     float32 masters, and the model, to which it has no reference, is called as it is. Build the model first,
     on the device of the rank; call `backward(loss)` of this object. `zero_optim_wrapper` makes one for a
-    model that went through `zero_model_wrapper`, which also casts what goes into the model and comes out of
-    it.
+    model of `zero_model_wrapper`, which also casts the inputs and outputs of the model.
 
     Args:
         optimizer: Any optimizer; it is changed in place.
@@ -198,7 +197,7 @@ def scaler_of(model: ZeroModel, options: Mapping[str, Any], defaults: Mapping[st
         return asked.make_scaler()
     if asked not in (model.precision, NaiveFP16(**defaults)):
         raise ValueError(
-            f"an optimizer asks for the loss scale {options}, but the first optimizer of this model has "
+            f"an optimizer requires the loss scale {options}, but the first optimizer of this model has "
             f"another one, {model.precision}, and a model has one only: give the options with the first"
         )
     return None

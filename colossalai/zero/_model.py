@@ -91,8 +91,8 @@ def check_device(device: torch.device | str | int | None) -> None:
         raise ValueError(f"device is {device!r}, which is not a device: {error}") from error
     if asked.type != own.type or (own.index is not None and asked.index not in (None, own.index)):
         raise ValueError(
-            f"device is {device!r}, and this rank computes on {own}: give get_current_device(); which one "
-            "that is, the launch says"
+            f"device is {device!r}, and this rank computes on {own}: give get_current_device(), which "
+            "the launch has set"
         )
 
 
@@ -108,12 +108,12 @@ def _check(raw: nn.Module) -> None:
         raise ValueError(f"the model is a {type(raw).__name__}; it must be a torch.nn.Module")
     if has_been_through_a_door(raw):
         raise ValueError(
-            f"this {type(raw).__name__} has been through a door already: pass the model that you built "
-            "yourself, and build another one for another door"
+            f"this {type(raw).__name__} is already wrapped: pass the model that you built "
+            "yourself, and build another one for another wrapper"
         )
     for name, param in raw.named_parameters():
         if param.is_meta:
             raise ValueError(
                 f"{name} of shape {tuple(param.shape)} has no values yet: call "
-                "LazyInitContext.materialize(model) before this door"
+                "LazyInitContext.materialize(model) before this call"
             )

@@ -1,7 +1,7 @@
 """Gradients averaged over replicas bucket by bucket while the backward runs; each rank keeps a slice.
 
 The rules of the order in which buckets start are those of `colossalai.nn.parallel`: all ranks start them in
-the same order, so a full bucket behind one that is not full waits, at worst until `flush`.
+the same order, so a full bucket behind an incomplete one waits, at worst until `flush`.
 
 [Note: rounds]
 A round ends with `flush`, which averages the remaining buckets. In a round each bucket is averaged once, as
@@ -39,7 +39,7 @@ class ShardedReducer:
         replicas: The ranks that see different parts of the batch.
         stage: 1 or 2.
         overlap: Start buckets during the backward; False: at its end.
-        dtype: Dtype of the messages; None: that of the gradients.
+        dtype: Dtype of the messages; None: the dtype of the gradients.
         on_full: Called with a bucket when all its gradients have come; None: nothing is called.
         keep: Called with a bucket and this rank's slice of the mean; converts it to its stored form.
         max_in_flight: Buckets that are averaged at a time; a 16-bit one has receive buffers, together nearly
@@ -290,7 +290,7 @@ def _on_grad(
     with torch._C.DisableTorchFunctionSubclass():  # a parameter in a chunk answers in Python, ten times
         if grads in reducer._started:
             raise ValueError(
-                f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
+                f"a parameter of shape {tuple(param.shape)} got a gradient after its average was started: "
                 "run backwards by optimizer.backward(loss), booster.backward(loss, optimizer) or "
                 "engine.backward(loss), and pass use_reentrant=False to torch.utils.checkpoint, which "
                 "otherwise adds several times to shared weights"

@@ -168,8 +168,8 @@ class Shards(OptimizerParams):
         for param in self._frozen:
             if param.grad is not None:
                 raise ValueError(
-                    f"a parameter of shape {tuple(param.shape)} was frozen at the door and has a gradient "
-                    "now, which ZeRO does not average: freeze it after the door, not before"
+                    f"a parameter of shape {tuple(param.shape)} was frozen when it was wrapped and has a "
+                    "gradient now, which ZeRO does not average: freeze it after that, not before"
                 )
 
     def follow_users(self) -> None:
@@ -250,7 +250,7 @@ class Shards(OptimizerParams):
 
     @torch.no_grad()
     def _settle(self, optimizer: Optimizer, tensors: Iterable[nn.Parameter]) -> None:
-        """Let what belongs to fragments lie where it should: homes rounded, masters and states at home."""
+        """Move the tensors of fragments to their places: homes rounded, masters and states at home."""
         for tensor in tensors:
             if tensor not in self._param_of:
                 continue
@@ -274,7 +274,7 @@ class Shards(OptimizerParams):
             weights.give_back(touched)
 
     def state_bytes(self, optimizer: Optimizer) -> dict[FlatBucket, tuple[int, int, int]]:
-        """Return what each bucket of the reducer has here: elements updated at home, bytes, and other bytes.
+        """Return the share of this rank in each bucket: elements updated at home, bytes, and other bytes.
 
         The first bytes are those of the states of these elements. The others are of fragments on other
         devices: their own, those of their gradients, and of their states.

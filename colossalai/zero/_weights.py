@@ -104,7 +104,7 @@ class BucketWeights(ABC):
         """Drop the means moved by `take_mean`, or set them to zero."""
 
     def keep(self, state: torch.Tensor) -> torch.Tensor:
-        """Return a state with the same values that lies where those of this bucket do: itself, if it does."""
+        """Return a state with the same values in the memory of this bucket's states, itself if there."""
         return state
 
     def give_back(self, tensors: Iterable[torch.Tensor]) -> None:  # noqa: B027 - most have nothing on disk
@@ -224,8 +224,8 @@ class BucketFragments:
         grads: The gradients of which those of the bucket are a part.
         sizes: Of the parts of this rank's section, one for each parameter in the layout of `weights`.
         numel: Their sum.
-        parts: Of each fragment: its tensor, the number of its part, the number of its parameter in `marks`
-            of the reducer.
+        parts: For each fragment, its tensor, the number of its part, and the number of its parameter in
+            `marks` of the reducer.
         masters: The fragments that have memory of their own.
         first_mark: The number of the first parameter of `grads` in `marks`.
     """

@@ -2,7 +2,7 @@
 
 Buckets on disk are updated one by one, so the optimizer's own `step` is called several times.
 
-[Note: numbers besides states]
+[Note: numbers outside of states]
 Some optimizers keep other numbers than the states of parameters: a counter in a group, a running estimate in
 an attribute. Each call starts with the numbers from before the step, as if it was the only one; the changes
 of all calls are the result of the step. So a counter counts steps and not calls, and a group that has no
@@ -55,7 +55,7 @@ def step_in_windows(
 
 @final
 class _Numbers:
-    """The numbers of an optimizer other than states of parameters; see [Note: numbers besides states].
+    """The numbers of an optimizer other than states of parameters; see [Note: numbers outside of states].
 
     Args:
         optimizer: The optimizer, before its step.

@@ -1,4 +1,4 @@
-"""What a training works with: model, optimizer, loaders, and the engine that has them."""
+"""Parts of a training: model, optimizer, loaders, and the engine that has them."""
 
 from dataclasses import dataclass
 from typing import Any

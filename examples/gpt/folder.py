@@ -113,7 +113,7 @@ def write_results(folder: Path, data: TextData, config: Config, report: Report, 
 
 
 def write_served(folder: Path, model: GPT, tokenizer: Tokenizer) -> None:
-    """Put the model beside its checkpoints as `transformers` and `colossalai serve` open it: as a GPT-2."""
+    """Write the model next to its checkpoints for `transformers` and `colossalai serve`: as a GPT-2."""
     disable_progress_bar()  # one file, written in no time
     theirs = GPT2LMHeadModel(to_hugging_face_config(model.config))
     theirs.load_state_dict(to_hugging_face(model.state_dict(), model.config))

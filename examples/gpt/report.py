@@ -1,4 +1,4 @@
-"""What a training run shows and leaves: progress, metrics.jsonl, TensorBoard events, a picture of the losses.
+"""Reports of a training run: progress, metrics.jsonl, TensorBoard events, a picture of the losses.
 
 One rank reports with a `FileReport`; the others hold a `Report`, whose methods do nothing.
 """
@@ -18,7 +18,7 @@ PICTURE_FILE = "loss.png"
 TENSORBOARD_FOLDER = "tensorboard"
 SPEED_STEPS = 20  # the speed shown is an average over so many steps
 FIRST_PICTURE_S = 20.0  # from the start of a run to its first picture
-PICTURE_SHARE = 0.01  # the pictures on the way take at most this share of the time
+PICTURE_SHARE = 0.01  # pictures during the run take at most this share of the time
 
 
 class Report:

@@ -63,7 +63,7 @@ def load_text_data(source: Path | None, *, cache: Path, vocab_size: int) -> Text
 
 
 def _fill_cache(folder: Path, text: str, *, vocab_size: int) -> None:
-    """Write the cache beside its place and rename it: a cache that exists is complete."""
+    """Write the cache under a temporary name and rename it: a cache that exists is complete."""
     training, validation = split_blocks(text)
     tokenizer = _train_tokenizer(training, vocab_size=vocab_size)
     folder.parent.mkdir(parents=True, exist_ok=True)

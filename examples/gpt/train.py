@@ -86,7 +86,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--data", type=Path, help="a .txt or .jsonl file, or a folder (default: Python's library)"
     )
-    parser.add_argument("--output", type=Path, help="folder for what the run leaves (default: runs/gpt)")
+    parser.add_argument("--output", type=Path, help="folder for the results of the run (default: runs/gpt)")
     parser.add_argument("--cache", type=Path, default=Path(".cache/gpt"), help="folder for tokens")
     parser.add_argument("--fresh", action="store_true", help="start over instead of resuming")
     return parser.parse_args()

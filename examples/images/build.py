@@ -1,4 +1,4 @@
-"""What the two examples of the config door share: the arguments, the launch, and an engine with its data."""
+"""Common parts of the two examples with a config: the arguments, the launch, and an engine with its data."""
 
 import argparse
 from pathlib import Path
@@ -20,7 +20,7 @@ def parse_args(description: str | None) -> argparse.Namespace:
     parser = colossalai.get_default_parser()
     parser.description, parser.formatter_class = description, argparse.RawDescriptionHelpFormatter
     parser.set_defaults(config=str(Path(__file__).with_name("config.py")))
-    parser.add_argument("--library", choices=LIBRARIES, default="model_zoo", help="where the network is from")
+    parser.add_argument("--library", choices=LIBRARIES, default="model_zoo", help="library of the network")
     return parser.parse_args()
 
 

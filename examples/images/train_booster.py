@@ -69,10 +69,8 @@ def parse_args() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--precision", choices=("fp16", "bf16"), help="mixed precision (default: float32)")
-    parser.add_argument("--plugin", choices=PLUGINS, default="torch_ddp", help="how the training is parallel")
-    parser.add_argument(
-        "--library", choices=LIBRARIES, default="model_zoo", help="where the network comes from"
-    )
+    parser.add_argument("--plugin", choices=PLUGINS, default="torch_ddp", help="plugin for parallel training")
+    parser.add_argument("--library", choices=LIBRARIES, default="model_zoo", help="library of the network")
     parser.add_argument("--epochs", type=int, default=6, help="passes over the training images")
     parser.add_argument("--save", help="file for the trained weights")
     return parser.parse_args()

@@ -91,11 +91,11 @@ def other_loaders() -> None:
     loader = booster.plugin.prepare_dataloader(dataset, 2)
     (numbers,) = next(iter(loader))
     for wrong, message in (
-        (torch.zeros(2, 3 + rank), "differs between ranks, in its structure, dtypes or shapes"),
-        ({"a": numbers} if rank else [numbers], "differs between ranks"),
+        (torch.zeros(2, 3 + rank), "differ between ranks, in structure, dtypes or shapes"),
+        ({"a": numbers} if rank else [numbers], "differ between ranks"),
         (torch.zeros(3), r"dim 0 of a tensor is \[3, 3\] on the ranks, whose batch has 2 samples each"),
         (torch.zeros(2 * (1 + rank)), r"dim 0 of a tensor is \[2, 4\]"),
-        ({"a": "text"}, "there is a str among what is to be gathered"),
+        ({"a": "text"}, "there is a str among the values to gather"),
     ):
         with pytest.raises(ValueError, match=message):
             booster.gather_for_metrics(wrong, loader)

@@ -219,7 +219,7 @@ def mistakes() -> None:
     small.config.vocab_size = 8
     for call in (SFT().fit, SFT().evaluate):
         more: dict[str, Any] = {"optimizer": optimizer, "steps": 1} if call.__name__ == "fit" else {}
-        with pytest.raises(ValueError, match=r"have token \d+, and the model knows 8 tokens"):
+        with pytest.raises(ValueError, match=r"have token \d+, and the model has 8 tokens"):
             call(model=small, **plain, **more)
         short = causal()
         short.config.max_position_embeddings = 5

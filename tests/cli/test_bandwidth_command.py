@@ -89,10 +89,10 @@ def test_a_table_of_many_ranks_fits(capsys: pytest.CaptureFixture[str], monkeypa
         (("--nproc_per_node", "0"), "0 is not in the range x>=1"),
         (("--mesh", "2x"), "--mesh 2x: give the ranks along each axis, such as 2x4"),
         (("--mesh", "0x4"), "--mesh 0x4: give the ranks along each axis"),
-        (("--mesh", "2x2", "--nproc_per_node", "3"), "--mesh 2x2 has 4 ranks, --nproc_per_node says 3"),
+        (("--mesh", "2x2", "--nproc_per_node", "3"), "--mesh 2x2 has 4 ranks, --nproc_per_node is 3"),
         (("--mesh", "2x2", "--host", "a,b"), "hosts: these are options of colossalai check --doctor"),
-        (("--doctor",), "say what to check"),
-        (("-i",), "colossalai check --bandwidth measures what communication costs"),
+        (("--doctor",), "choose a check"),
+        (("-i",), "colossalai check --bandwidth measures the cost of communication"),
     ],
 )
 def test_a_mistake_is_said_before_anything_starts(

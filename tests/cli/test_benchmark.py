@@ -278,7 +278,7 @@ def test_help_has_an_example():
     ("args", "message"),
     [
         (("--gpus", "0"), "0 is not in the range x>=1"),
-        ((), "say what to measure: --gpus N processes, or --serve URL"),
+        ((), "choose a measurement: --gpus N processes, or --serve URL"),
         (("--gpus", "2", "--modes", "4d"), "--modes has '4d': choose from 1d, 2d, 2.5d, 3d"),
         (("--gpus", "2", "--modes", "3d"), "mode '3d' needs a cube (1, 8, 27, 64, ...) processes, not 2"),
         (("--gpus", "2", "--plot", "modes.xyz"), "--plot modes.xyz: the name must end in .png, .svg, .pdf"),

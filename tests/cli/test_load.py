@@ -274,7 +274,7 @@ def test_ctrl_c_shows_what_was_measured_so_far(start):  # noqa: F811
         (("--serve", "http://127.0.0.1:9", "--modes", "1d"), "--modes is for the processes of --gpus"),
         (("--gpus", "2", "--clients", "2"), "--clients is an option of --serve URL"),
         (("--serve", "http://127.0.0.1:9", "--new-tokens", "9-3"), "--new-tokens 9-3: give LOW-HIGH"),
-        (("--serve", "http://127.0.0.1:9", "--prompt-tokens", "x"), "'x' is no range such as 16-192"),
+        (("--serve", "http://127.0.0.1:9", "--prompt-tokens", "x"), "'x' is not a range such as 16-192"),
         (("--serve", "http://127.0.0.1:9", "--api-key-file", "nosuch"), "nosuch cannot be read"),
         (("--serve", "http://127.0.0.1:9", "--plot", "times.xyz"), "the name must end in .png"),
     ],

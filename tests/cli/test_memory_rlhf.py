@@ -219,12 +219,12 @@ def test_other_models_and_options(tmp_path):
         (("--model", "nosuch.json"), "there is no file 'nosuch.json'"),
         (("--precision", "int8"), "--precision int8: choose one of fp32"),
         (("--seq", "4096"), "--seq 4096: opt-1.3b takes at most 2048"),
-        (("--zero", "1"), "--zero has no meaning beside --rlhf"),
-        (("--trace", "a.png"), "--trace has no meaning beside --rlhf"),
+        (("--zero", "1"), "--zero has no meaning with --rlhf"),
+        (("--trace", "a.png"), "--trace has no meaning with --rlhf"),
         (("--memory", "much"), "--memory much: give bytes"),
         (("--json", "--explain"), "leave --explain out"),
         (("--lora-rank", "0"), "0 is not in the range"),
-        (("--serve", "opt_125M"), "--rlhf is about training: leave it out beside --serve"),
+        (("--serve", "opt_125M"), "--rlhf is about training: leave it out with --serve"),
     ],
 )
 def test_a_mistake_is_said_in_plain_words(args, message):

@@ -95,7 +95,7 @@ def test_weights_that_do_not_fit_are_said():
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("--serve", "opt_125M", "--zero", "1"), "--zero is about training: leave it out beside --serve"),
+        (("--serve", "opt_125M", "--zero", "1"), "--zero is about training: leave it out with --serve"),
         (("--serve", "opt_125M", "--model", "gpt3"), "--model is about training"),
         (("--serve", "opt_125M", "--trace", "a.png"), "--trace is about training"),
         (("--model", "gpt3", "--quantize", "int8"), "--quantize is an option of --serve MODEL"),

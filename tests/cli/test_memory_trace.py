@@ -96,7 +96,7 @@ def test_a_trace_is_drawn_and_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     assert result.exit_code == 2
     words = " ".join(result.output.split())
     assert re.search(
-        r"--memory-budget 1MiB is less than the largest chunks take: --memory-budget \d+MiB would do", words
+        r"--memory-budget 1MiB is less than the largest chunks take: give --memory-budget \d+MiB", words
     )
 
 
@@ -106,14 +106,17 @@ def test_a_trace_is_drawn_and_counted(tmp_path: Path, monkeypatch: pytest.Monkey
     [
         (("--trace", "out.doc"), "--trace out.doc: the name must end in .png, .svg, .pdf"),
         (("--trace", "nosuch/out.png"), "there is no folder 'nosuch' to write 'out.png' into"),
-        (("--trace", "out.png", "--tp", "2"), "--tp 2 with --trace: what is traced is Gemini, which"),
-        (("--trace", "out.png", "--zero", "1"), "--zero 1 with --trace: what is traced is Gemini"),
+        (("--trace", "out.png", "--tp", "2"), "--tp 2 with --trace, which traces Gemini"),
+        (("--trace", "out.png", "--zero", "1"), "--zero 1 with --trace, which traces Gemini"),
         (("--trace", "out.png", "--precision", "bf16"), "choose one of fp32, bf16_master, fp16_naive"),
         (("--trace", "out.png", "--blocks", "13"), "--blocks 13: gpt2-small has 12 blocks only"),
         (("--trace", "out.png", "--seq", "2000"), "--seq 2000: gpt2-small takes at most 1024"),
         (("--trace", "out.png", "--placement-policy", "disk"), "disk: choose one of cuda, cpu, const, auto"),
         (("--trace", "out.png", "--memory-budget", "much"), "--memory-budget much: give bytes, such as"),
-        (("--trace", "out.png", "--memory-budget", "1GiB"), "nothing lies below memory: give --offload-dir"),
+        (
+            ("--trace", "out.png", "--memory-budget", "1GiB"),
+            "there is no tier below memory: give --offload-dir",
+        ),
         (("--trace", "out.png", "--explain"), "--trace measures, and has no formulas: leave --explain out"),
         (("--trace", "out.png", "--dp", "9999"), "parameters on 9999 ranks take about"),
         (("--memory-budget", "1GiB"), "--memory-budget is an option of --trace FILE.png"),

@@ -58,7 +58,7 @@ def test_documented_names():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ([{"in_features": 2}], "does not name what to build"),
+        ([{"in_features": 2}], "does not name a class to build"),
         ([{"type": "Linaer"}], "did you mean 'Linear'"),
         ({"type": "Linear", "in_features": 1, "out_features": 1}, "not an nn.Sequential"),
         ([{"type": "ReLU"}], "cannot be split|1 items"),
@@ -111,7 +111,7 @@ def test_build_from_registry():
     loss = build_from_registry({"type": "MSELoss", "reduction": "sum"}, LOSSES)
     assert loss(torch.ones(3), torch.zeros(3)) == 3
     for config, registry, message in [
-        ({"label_smoothing": 0.1}, LOSSES, "does not name what to build: write dict"),
+        ({"label_smoothing": 0.1}, LOSSES, "does not name a class to build: write dict"),
         ({"type": "CrossEntropyLos"}, LOSSES, "CrossEntropyLoss"),
         ({"type": "Linear", "in_features": 2, "out": 3}, LAYERS, "does not fit Linear: .*out"),
         ({"type": "Linear"}, "layers", "the registry is 'layers'; it must be one such as"),

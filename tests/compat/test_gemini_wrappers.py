@@ -328,7 +328,7 @@ def masters_follow_loaded_values() -> None:
     assert boosted.state_dict()["weight"].eq(1).all()
     assert get_static_torch_model(boosted.unwrap(), only_rank_0=False).weight.eq(1).all()
     assert "pass what its unwrap" in refused(lambda: get_static_torch_model(boosted))
-    assert "has been through a door" in refused(lambda: GeminiDDP(boosted))
+    assert "is already wrapped" in refused(lambda: GeminiDDP(boosted))
 
     stage_2 = zero_model_wrapper(nn.Linear(4, 4), 2, precision="fp32")
     with stage_2.gathered("weight"), stage_2.gathered():
@@ -366,9 +366,9 @@ def mistakes() -> list[tuple[str, str]]:
         (lambda: GeminiDDP(fresh(), device="meta"), "this rank computes on cpu"),
         (lambda: GeminiDDP(fresh(), device="nonsense"), "is not a device"),
         (lambda: GeminiDDP("model"), "the model is a str"),
-        (lambda: GeminiDDP(model), "has been through a door already"),
-        (lambda: GeminiDDP(net), "has been through a door already"),
-        (lambda: zero_model_wrapper(nn.Sequential(net), 2), "has been through a door already"),
+        (lambda: GeminiDDP(model), "is already wrapped"),
+        (lambda: GeminiDDP(net), "is already wrapped"),
+        (lambda: zero_model_wrapper(nn.Sequential(net), 2), "is already wrapped"),
         (lambda: GeminiDDP(nn.Linear(2, 2, device="meta")), "has no values yet"),
         (lambda: GeminiDDP(nn.Embedding(4, 4, sparse=True)), "sparse=False"),
         (lambda: zero_model_wrapper(fresh(), 4), "stage is 4"),

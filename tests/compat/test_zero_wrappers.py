@@ -295,7 +295,7 @@ def refusals() -> None:
     model, optimizer, *_ = booster.boost(frozen, adamw(frozen))
     frozen[0].requires_grad_(True)
     booster.backward(model(torch.ones(1, 2)).sum(), optimizer)
-    with pytest.raises(ValueError, match="was frozen at the door"):
+    with pytest.raises(ValueError, match="was frozen when it was wrapped"):
         optimizer.step()
     gpc.destroy()
 

@@ -136,7 +136,7 @@ def test_a_file_holds_everything() -> None:
 def test_a_damaged_file_is_refused(key: str, value: object) -> None:
     content = json.loads(to_json(measured(), range(4)))
     content[key] = value
-    with pytest.raises(ValueError, match=r"mesh\.json is no file that DeviceMesh\.save wrote: "):
+    with pytest.raises(ValueError, match=r"mesh\.json is not a file of DeviceMesh\.save: "):
         from_json(json.dumps(content), name="mesh.json")
 
 
@@ -144,7 +144,7 @@ def test_a_damaged_file_is_refused(key: str, value: object) -> None:
 def test_a_damaged_line_is_refused(wrong: object) -> None:
     content = json.loads(to_json(measured(), range(4)))
     content["groups"][0]["operations"]["all_reduce"]["beta"] = wrong
-    with pytest.raises(ValueError, match=r"is no file that DeviceMesh\.save wrote"):
+    with pytest.raises(ValueError, match=r"is not a file of DeviceMesh\.save"):
         from_json(json.dumps(content), name="mesh.json")
-    with pytest.raises(ValueError, match=r"is no file that DeviceMesh\.save wrote"):
+    with pytest.raises(ValueError, match=r"is not a file of DeviceMesh\.save"):
         from_json("{", name="mesh.json")

@@ -37,7 +37,7 @@ def components():
         (
             nn.Linear(3, 2),
             {},
-            "engine is a Linear; it must be the first of what colossalai.initialize returns",
+            "engine is a Linear; it must be the first result of colossalai.initialize",
         ),
         (components()[1], {}, "engine is a SGD; it must be the first"),
         ((FakeEngine(), None, None, None), {}, "engine is a tuple; it must be the first"),

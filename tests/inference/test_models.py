@@ -141,7 +141,7 @@ def test_what_is_no_model_is_refused_in_words(tmp_path: Path) -> None:
         (str(tmp_path / "weights.pt"), "weights.pt' is a file.*named by `checkpoint`"),
         (tmp_path / "none", "has no config.json"),
         (tmp_path / "broken", "config.json is not a config of transformers"),
-        (nn.Linear, "is the class Linear, which says no sizes"),
+        (nn.Linear, "is the class Linear, which has no sizes"),
         (no_model, "no_model returns a Linear without a config of transformers"),
         (dict, "dict returns a dict; it must return a config"),
         (7, r"model_class is a int, 7: give a function .*opt_125M, opt_6B"),

@@ -369,7 +369,7 @@ def _is_lazy_import(statement: ast.stmt) -> bool:
 def _may_be_in_init(statement: ast.stmt, *, is_lazy: bool) -> bool:
     """Allow imports, text, `__all__`, the lazy import of sub-packages with its table of names, and one line.
 
-    The line answers for names that have not landed. A type checker does not see it, and so goes on to refuse
+    The line raises errors for missing names. A type checker does not see it, and so goes on to refuse
     names that are nowhere.
     """
     if isinstance(statement, ast.Import | ast.ImportFrom) or _is_lazy_import(statement):

@@ -1,4 +1,4 @@
-"""Words: sentences of docstrings, comments, error messages and documents that match one of `PATTERNS`.
+"""Words: sentences of docstrings, comments, messages, help and documents that match one of `PATTERNS`.
 
 The patterns are habits of this code base that readers of PyTorch's documents stumble over: a clause in place
 of a noun, code that speaks, things that stand or lie, negated nouns (`docs/design/README.md`, Words). They
@@ -27,7 +27,8 @@ _QUESTION = r"(?![^?.]*\?)"
 PATTERNS: dict[str, re.Pattern[str]] = {
     name: re.compile(pattern, re.IGNORECASE)
     for name, pattern in {
-        "starts with a clause": r"^(?:what|who|whom|whose|whoever|whichever|how(?! to)|where)\b" + _QUESTION,
+        "starts with a clause": r"^(?:what|who|whom|whose|whoever|whichever|how(?! to| it works)|where)\b"
+        + _QUESTION,
         "starts with a pronoun": r"^(?:of each|of an?\b|it[;,])",
         "what": r"(?<!^)\bwhat(?:ever)?\b(?! if\b)" + _QUESTION,
         "who": r"(?<!^)\b(?:who|whom|whoever)\b" + _QUESTION,
@@ -67,7 +68,11 @@ class Sentence:
         return [name for name, pattern in PATTERNS.items() if pattern.search(self.text)]
 
 
-_ENTRY = re.compile(r"^\s*(?:[-*] |\d+\. )?(?:\*{0,2}[`\w]+[`\w.\[\], |]*\*{0,2}(?: \([^)]*\))?: )?")
+# The name that begins an entry of `Args:` or of a list, and the types after it.
+_ENTRY = re.compile(
+    r"^\s*(?:[-*] |\d+\. )?"
+    r"(?:\*{0,2}[`\w][`\w.\[\]|]*(?:(?:,| \|) [`\w][`\w.\[\]|]*)*\*{0,2}(?: \([^)]*\))?: )?"
+)
 _END = re.compile(r"(?<=[.!?;:])\s+(?=[A-Z`*\"(])|\n\s*\n")
 _SECTION = re.compile(
     r"^\s*(?:Args|Returns|Raises|Yields|Attributes|Note|Notes|Example|Examples|Shapes?|References?):\s*$"
@@ -83,8 +88,8 @@ def _split(text: str) -> Iterator[tuple[int, str]]:
         whole = " ".join(part.strip() for part in block)
         whole = re.sub(r"`[^`]*`", "`x`", whole)
         whole = re.sub(r"\]\([^)]*\)", "]", whole)
-        for sentence in _END.split(whole):
-            words = _ENTRY.sub("", sentence).strip(" *_#|-")
+        for sentence in _END.split(_ENTRY.sub("", whole)):
+            words = sentence.strip(" *_#|-")
             if len(words.split()) > 1:
                 yield start, words
 
@@ -114,21 +119,24 @@ def _string(node: ast.expr) -> str:
     return ""
 
 
-_MESSAGES = ("warn", "warning", "info", "error", "debug", "warn_once", "log")
+_MESSAGES = ("warn", "warning", "info", "error", "debug", "log_once", "log", "echo", "fail")
+_HELP = ("help", "short_help", "epilog", "description")
 
 
 def _messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Yield the texts of errors that are raised and of messages that are logged."""
+    """Yield the texts of errors that are raised, of messages that are logged, and of help for options."""
     for node in ast.walk(tree):
         call = node.exc if isinstance(node, ast.Raise) else node
         if not isinstance(call, ast.Call):
             continue
         name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        arguments = [keyword.value for keyword in call.keywords if keyword.arg in _HELP]
         if isinstance(node, ast.Raise) or name in _MESSAGES:
-            for argument in call.args:
-                text = _string(argument)
-                if len(text.split()) > 2:
-                    yield argument.lineno, text
+            arguments += call.args
+        for argument in arguments:
+            text = _string(argument)
+            if len(text.split()) > 2:
+                yield argument.lineno, text
 
 
 def _docstrings(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -164,7 +172,7 @@ def _comments(source: str) -> Iterator[tuple[int, str]]:
 
 
 def sentences(path: Path) -> Iterator[Sentence]:
-    """Yield the sentences of a file: docstrings, comments and messages of Python, the text of Markdown."""
+    """Yield the sentences of a file: docstrings, comments, messages, help texts; the text of Markdown."""
     source = path.read_text()
     if path.suffix == ".md":
         prose = re.sub(

@@ -43,6 +43,7 @@ def test_no_room_has_more_matches_than_before() -> None:
         ("A list will do.", "will do"),
         ("Both front doors use it.", "door"),
         ("The one that was given.", "one that"),
+        ("Whoever has it: leave it out.", "starts with a clause"),
     ],
 )
 def test_planted_sentences_are_found(sentence: str, pattern: str) -> None:
@@ -55,6 +56,7 @@ def test_planted_sentences_are_found(sentence: str, pattern: str) -> None:
         "Offsets and sizes of the local shards of a tensor.",
         "Whether to reshard after forward.",
         "How to launch a job on several hosts.",
+        "How it works: the design page.",
         "There is no group for one rank.",
         "The loss is no longer finite.",
         "What happens if a rank fails?",
@@ -81,6 +83,33 @@ def test_docstrings_comments_and_messages_are_read(tmp_path: Path) -> None:
         (10, "Somebody waits for it."),
         (12, "`x` is `x`, and nobody takes it"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("statement", "sentence"),
+    [
+        ('raise ValueError("nobody takes it: leave it out")', "nobody takes it: leave it out"),
+        ('raise ValueError(f"{x} is no tensor: pass one")', "`x` is no tensor: pass one"),
+        ('warn("what is given: nothing")', "what is given: nothing"),
+        ('logger.log_once("nobody takes it: leave it out", ranks=[0])', "nobody takes it: leave it out"),
+        ('self.fail("x is no range: give two", param)', "x is no range: give two"),
+        ('click.option("--size", help="What is told.")', "What is told."),
+        ('click.command(epilog="It says more.", short_help="Print.")', "It says more."),
+        ('"""Whoever waits for it: nothing."""', "Whoever waits for it: nothing."),
+    ],
+)
+def test_each_kind_of_text_is_read_with_its_first_clause(
+    tmp_path: Path, statement: str, sentence: str
+) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text(f"{statement}\n")
+    assert [each.text for each in dialect.sentences(path) if each.matches()] == [sentence]
+
+
+def test_the_name_of_an_entry_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "planted.py"
+    path.write_text('"""Do it.\n\nArgs:\n    whoever, what (int | None): A number.\n"""\n')
+    assert [each.text for each in dialect.sentences(path)] == ["Do it.", "A number."]
 
 
 def test_code_and_tables_of_documents(tmp_path: Path) -> None:

@@ -121,7 +121,9 @@ def through_engine() -> None:
     model = gpt()
     with pytest.raises(ValueError, match="the criterion is CrossEntropyLoss, which wants logits"):
         colossalai.initialize(model, None, CrossEntropyLoss(), verbose=False)
-    with pytest.raises(ValueError, match="Linear is no language model that computes head and loss together"):
+    with pytest.raises(
+        ValueError, match="Linear is not a language model that computes head and loss together"
+    ):
         colossalai.initialize(nn.Linear(2, 2), verbose=False)
     through_booster()
     gpc.destroy()

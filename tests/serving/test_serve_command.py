@@ -329,7 +329,7 @@ def test_what_cannot_be_served_is_refused_in_words(tiny: Path, tmp_path: Path) -
     assert "dtype='int8'" in usage_error(folder, "--dtype", "int8", "--tp", "2")
     assert "num_attention_heads is 4, which they do not divide" in usage_error(folder, "--tp", "3")
     assert "4 blocks, fewer than 5 stages" in usage_error(folder, "--pp", "5")
-    assert "say what to serve" in usage_error()
+    assert "no model to serve" in usage_error()
     assert "max_length=1000" in usage_error(folder, "--max-length", "1000")
     assert "max_length=1000" in usage_error(folder, "--max-length", "1000", "--tp", "2")
     assert "--api-key-file" in usage_error(folder, "--api-key-file", missing)

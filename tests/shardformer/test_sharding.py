@@ -250,7 +250,7 @@ def test_a_rule_belongs_to_one_class():
     assert registry.find(Wider()) is other
     with pytest.raises(ValueError, match="another rule"):
         RuleRegistry(({"a.B": WIDE}, {"a.B": other}))
-    with pytest.raises(ValueError, match="'Wide' is no class; pass the class itself, or its full name"):
+    with pytest.raises(ValueError, match="'Wide' is not a class; pass the class itself, or its full name"):
         register_rule("Wide", WIDE)
     with pytest.raises(ValueError, match="the rule is a dict"):
         register_rule(Wide, {"columns": ("up",)})

@@ -245,7 +245,9 @@ class Fused(nn.Module):
 @pytest.mark.unit
 def test_parts_of_several_sizes_are_refused():
     register_rule(Fused, Rule(columns=("qkv",), rows=("out",), part="width"))
-    with pytest.raises(ValueError, match="the 20 output features of its qkv are no whole number of parts of"):
+    with pytest.raises(
+        ValueError, match="the 20 output features of its qkv are not a whole number of parts of"
+    ):
         shard_model(Fused(), mesh())
 
 

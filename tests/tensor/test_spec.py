@@ -105,7 +105,7 @@ def test_refusals():
         turned.slice_of(torch.zeros(6, 4))
     assert ShardingSpec((9,), ((),), mesh).is_identity
     assert not spec.is_identity
-    with pytest.raises(ValueError, match="where the spec says"):
+    with pytest.raises(ValueError, match="where the spec has"):
         set_spec(torch.zeros(6), spec)
     assert spec_of(torch.zeros(1)) is None
     assert cut_dims((5,), (("one",),), Mesh({"one": 1}, rank=0)).dims == ((),)

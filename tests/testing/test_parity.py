@@ -189,7 +189,7 @@ def test_a_nan_is_an_error() -> None:
 @pytest.mark.unit
 def test_no_rank_knows_the_loss() -> None:
     whole = _subject(_build_model())
-    with pytest.raises(AssertionError, match="no rank knows the loss"):
+    with pytest.raises(AssertionError, match="no rank has the loss"):
         check_parity(_case(), lambda _: dataclasses.replace(whole, step=lambda _: None))
 
 

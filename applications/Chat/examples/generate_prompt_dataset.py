@@ -24,7 +24,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--dataset_path", required=True, help="rows with an instruction, a prompt, or messages")
-    add("--subset", help="of a data set in the cache of the library datasets")
+    add("--subset", help="subset of a data set in the cache of the library datasets")
     add("--save_path", default="prompt.json", help="default: %(default)s")
     add("--sample_size", type=int, default=16384, help="rows; all if there are fewer; default: %(default)s")
     add("--seed", type=int, default=42, help="default: %(default)s")

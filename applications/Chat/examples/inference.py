@@ -25,7 +25,7 @@ def main() -> None:
     add("--model_path", required=True, help="a folder of the training scripts, also of adapters")
     add("--model", choices=(*FAMILIES, "auto"), default="auto", help="its family; default: %(default)s")
     add("--pretrain", help="the model that adapters belong to; default: the one they were trained on")
-    add("--input", required=True, help="what is asked")
+    add("--input", required=True, help="the prompt")
     add("--raw", action="store_true", help="continue the text as it is, without a template")
     add("--max_length", type=int, default=100, help="most tokens of the answer; default: %(default)s")
     add("--temperature", type=float, default=1.0, help="0 takes the most likely token; default: %(default)s")

@@ -20,7 +20,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--stage", choices=get_args(ChatStage), required=True, help="what the rows are for")
+    add("--stage", choices=get_args(ChatStage), required=True, help="stage of training that uses the rows")
     add("--save_path", required=True, help="the file")
     add("--kind", choices=("sums", "copy", "sort"), default="sums", help="default: %(default)s")
     add("--size", type=int, default=256, help="rows; default: %(default)s")

@@ -1,4 +1,4 @@
-"""Options that the scripts of this folder share, and what they become: plugin, model, tokenizer."""
+"""Options that the scripts of this folder share, and their results: plugin, model, tokenizer."""
 
 import argparse
 import ast
@@ -73,7 +73,7 @@ def make_parser(
     add("--model_path", help="begin with the weights in this folder of a run before, as those of --pretrain")
     data = "a file of rows, or a data set in the cache of the library datasets"
     add(dataset, dest="dataset", required=True, help=data)
-    add("--subset", help="of a data set in that cache, where it has several")
+    add("--subset", help="subset of a data set in that cache, if it has several")
     add("--max_datasets_size", type=at_least(1), help="read so many rows at most")
     add("--save_path", default="output", help="the folder of the trained model; default: %(default)s")
     add("--need_optim_ckpt", type=truth, default=False, help="save the state of the optimizer, too")
@@ -166,7 +166,7 @@ def plain_errors() -> Iterator[None]:
         message = re.sub(rf"\b({names})=", lambda found: f"{OPTION_OF[found[1]]} ", str(error))
         raise SystemExit(message) from error
     except ModuleNotFoundError as error:
-        if error.name != "peft":  # of a user's reward, say
+        if error.name != "peft":  # raised by a user's reward, for example
             raise
         raise SystemExit('adapters need peft: pip install "colossalai[chat]"') from error
 

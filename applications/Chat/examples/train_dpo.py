@@ -16,7 +16,7 @@ def main() -> None:
     """Train and save."""
     parser = make_parser(__doc__)
     parser.add_argument(
-        "--beta", type=float, default=0.1, help="how strongly the model is held to what it was"
+        "--beta", type=float, default=0.1, help="strength of the pull towards the initial model"
     )
     parser.add_argument(
         "--kind", choices=("sigmoid", "ipo"), default="sigmoid", help="the loss; default: %(default)s"

@@ -41,7 +41,7 @@ def main() -> None:
     add("--reward", type=reward_of, required=True, metavar="FILE:FUNCTION", help="of (prompt, answer, row)")
     add("--group_size", type=at_least(2), default=8, help="answers to a prompt; default: %(default)s")
     add_sampling(parser)
-    add("--epsilon", type=float, default=0.2, help="how far a ratio may go; default: %(default)s")
+    add("--epsilon", type=float, default=0.2, help="limit of a ratio's distance from 1; default: %(default)s")
     add(
         "--kl_coef",
         type=at_least(0.0),

@@ -56,7 +56,7 @@ def read_options() -> argparse.Namespace:
         __doc__, epochs=5, learned="the answers of an update", dataset="--prompt_dataset", has_batches=False
     )
     add = parser.add_argument
-    add("--pretrain_dataset", help="texts that are learned beside, by --ptx_coef")
+    add("--pretrain_dataset", help="texts that are learned as well, by --ptx_coef")
     add("--rm_path", required=True, help="a folder of train_reward_model.py")
     add(
         "--rm_model",
@@ -88,7 +88,7 @@ def read_options() -> argparse.Namespace:
     if args.pretrain_dataset is None:
         for name in ("ptx_coef", "ptx_batch_size"):
             if getattr(args, name) != parser.get_default(name):
-                raise SystemExit(f"--{name} without --pretrain_dataset: there are no texts to learn beside")
+                raise SystemExit(f"--{name} without --pretrain_dataset: there are no further texts to learn")
     return args
 
 

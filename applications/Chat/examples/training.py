@@ -1,4 +1,4 @@
-"""What the scripts of this folder do with a method: train by their options, report progress, save."""
+"""Runs of a method by the scripts of this folder: train by their options, report progress, save."""
 
 import argparse
 from typing import Any

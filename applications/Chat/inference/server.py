@@ -23,8 +23,8 @@ def main() -> int:
     add("pretrained", help="a folder of save_pretrained, as the training scripts leave it")
     add("--quant", choices=tuple(QUANTIZE), help="weights in 8 or 4 bits; default: as they were saved")
     add("--http_host", default="127.0.0.1", help="address to listen on; default: this machine only")
-    add("--http_port", type=int, default=7070, help="0 for a free one, which is told; default: %(default)s")
-    add("--profanity_file", help="words and phrases, one on a line; what is said with one is replaced")
+    add("--http_port", type=int, default=7070, help="0: a free one, which is printed; default: %(default)s")
+    add("--profanity_file", help="words and phrases, one on a line; an answer with one of them is replaced")
     add("--api_key_file", help="the key that clients have to send, which other addresses need")
     args = parser.parse_args()
     options = ServeOptions(

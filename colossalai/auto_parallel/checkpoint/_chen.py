@@ -36,7 +36,7 @@ def solve_chen(
     num_blocks = len(chain.blocks)
     if num_segments is not None:
         if budget_bytes is not None:
-            raise ValueError("num_segments and budget_bytes are two ways to say how much: give one of them")
+            raise ValueError("num_segments and budget_bytes both limit the saved bytes: give one of them")
         if not 1 <= num_segments <= num_blocks:
             raise ValueError(
                 f"num_segments={num_segments}: a chain of {num_blocks} blocks has 1 to {num_blocks} segments"
@@ -50,8 +50,8 @@ def solve_chen(
     if not fitting:
         least = min(cost.peak_bytes for cost in costs)
         raise BudgetError(
-            f"a budget of {budget_bytes:,} bytes is below what the blocks {chain.names[0]!r} to "
-            f"{chain.names[-1]!r} need in any number of segments of equal bytes: give at least {least:,} "
+            f"a budget of {budget_bytes:,} bytes is below the need of the blocks {chain.names[0]!r} to "
+            f"{chain.names[-1]!r} in any number of segments of equal bytes: give at least {least:,} "
             "bytes, or let rotor choose the segments",
             least,
         )

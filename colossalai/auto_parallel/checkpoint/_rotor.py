@@ -71,8 +71,8 @@ def solve_rotor(chain: Chain, budget_bytes: int, slots: int = 500) -> tuple[Reco
     room, whole = budget_bytes - base, simulate(chain, ()).peak_bytes - base
     if room < least.peak:
         raise BudgetError(
-            f"a budget of {budget_bytes:,} bytes is below what the blocks {chain.names[0]!r} to "
-            f"{chain.names[-1]!r} need with any segments: give at least {base + least.peak:,} bytes",
+            f"a budget of {budget_bytes:,} bytes is below the need of the blocks {chain.names[0]!r} to "
+            f"{chain.names[-1]!r} with any segments: give at least {base + least.peak:,} bytes",
             base + least.peak,
         )
     if room >= whole:

@@ -158,7 +158,7 @@ def _check_shared(graph: TracedGraph, names: Sequence[str] | None) -> None:
         if name not in tensors:
             near = difflib.get_close_matches(name, tensors, n=3) or list(graph.trace.inputs)
             raise ValueError(
-                f"cnode names {name!r}, which is no tensor of the trace of {graph.model}: use "
+                f"cnode names {name!r}, which is not a tensor of the trace of {graph.model}: use "
                 f"{' or '.join(map(repr, near))}"
             )
         if name in graph.trace.trainable or carries_gradient(graph.trace, name):

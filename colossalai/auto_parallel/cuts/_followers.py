@@ -1,6 +1,6 @@
 """Followers: tensors between layers, which are cut or whole like their neighbors.
 
-[Note: tensors that follow]
+[Note: followers]
 Ranks can convert a layout only at the boundaries of a layer: between two layers the user's own code runs. So
 the tensors between them are *followers*: tensors connected by elementwise operations have one layout, whole
 or cut. They can be cut if every operation on them computes each feature independently. A softmax, a reshape,
@@ -43,7 +43,7 @@ class _Sets:
             self._above[self.find(each)] = self.find(found[0])
 
 
-# See [Note: tensors that follow].
+# See [Note: followers].
 def find_followers(trace: ModelTrace, ends: set[str]) -> tuple[tuple[Followers, ...], Mapping[str, int]]:
     """Return the sets of tensors that can be cut, and the number of the set of each tensor.
 

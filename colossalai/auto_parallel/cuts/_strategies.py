@@ -101,7 +101,7 @@ class Site:
 
 @dataclass(frozen=True, kw_only=True)
 class Followers:
-    """Tensors between sites that are all whole or all cut; see [Note: tensors that follow].
+    """Tensors between sites that are all whole or all cut; see [Note: followers].
 
     Attributes:
         tensors: Their names.

@@ -214,9 +214,9 @@ class MachineProfile:
                 source={str(key): str(value) for key, value in content["source"].items()},
             )
         except KeyError as error:
-            raise ValueError(f"{name} is no machine profile: it has no {error}") from error
+            raise ValueError(f"{name} is not a machine profile: it has no {error}") from error
         except (ValueError, TypeError, AttributeError, IndexError) as error:
-            raise ValueError(f"{name} is no machine profile: {error}") from error
+            raise ValueError(f"{name} is not a machine profile: {error}") from error
 
 
 def shipped_profile(name: str = "cpu-2-cores") -> MachineProfile:

@@ -4,7 +4,7 @@
 The bytes are those of all tensors that each kernel of an operation reads and writes, as `ByteCounter` counts
 them: below autograd, so that a dropout on CPU counts as drawing, scaling and multiplying. Views are free.
 
-[Note: as in a training]
+[Note: conditions of a training]
 A kernel that runs repeatedly on the same few tensors finds them in the cache, and writes its result to
 recently freed memory. In training, a forward leaves behind everything that the backward reads. So a sample is
 a small training: some MB of forwards in sequence, each on its own operands or on the previous result, all
@@ -46,7 +46,7 @@ from colossalai.communication import all_reduce
 from colossalai.context import Axis, get_current_device
 from colossalai.device import DeviceMesh
 
-_ROUND_BYTES = 24e6  # bytes of the forwards of a round; see [Note: as in a training]
+_ROUND_BYTES = 24e6  # bytes of the forwards of a round; see [Note: conditions of a training]
 _MOST_COPIES = 32
 _TINY = 2e-4  # seconds up to which samples alternate
 _TINY_COPIES = 4  # in a row
@@ -242,7 +242,7 @@ class _Meter:
         return self.now() - start
 
     def _round(self, sample: Sample, operands: Operands) -> tuple[float, float]:
-        """Return the seconds of one forward and of one backward; see [Note: as in a training]."""
+        """Return the seconds of one forward and of one backward; see [Note: conditions of a training]."""
         copies = [sample.make(operands) for _ in range(sample.copies)]
         start = self.now()
         if sample.is_chain:

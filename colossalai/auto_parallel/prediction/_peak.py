@@ -1,6 +1,6 @@
 """Moments of a step at which a rank can have its peak, and the memory of accumulating gradients.
 
-[Note: gradients as they arrive]
+[Note: arrival of gradients]
 `zero_grad` sets gradients to None, so at the end of a forward there are none, and they appear as activations
 are freed. With some of them complete, a rank has `held + begun + part * complete` bytes (`begun` from the
 first gradient on), depending on how replicas average them:
@@ -32,7 +32,7 @@ _MOST_BUCKETS = 3  # two are averaged, one is filled
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMemory:
-    """Memory of gradients on a rank; see [Note: gradients as they arrive].
+    """Memory of gradients on a rank; see [Note: arrival of gradients].
 
     Attributes:
         held: Bytes that are allocated even without gradients.

@@ -11,7 +11,7 @@ A rank holds its parameters and states. The rest is the maximum over several mom
 - the backward before the blocks, when no block keeps anything;
 - the update, with gradients only.
 
-At each of them, the memory of gradients follows from [Note: gradients as they arrive]. A stage of a pipeline
+At each of them, the memory of gradients follows from [Note: arrival of gradients]. A stage of a pipeline
 keeps as many microbatches as the schedule has in flight there. All but the first microbatch start with
 existing gradients; the new gradient of an operation is alive in addition until it is accumulated.
 
@@ -497,7 +497,7 @@ class Predictor:
             block, own = chain.blocks[number], self._params.bytes_at([number + 1])
             names = self._parts.within[number]
             without = {self._parts.inputs[number], self._parts.outputs[number]}
-            # See [Note: gradients as they arrive].
+            # See [Note: arrival of gradients].
             walk = self._backward_walk(names, 1.0 if is_gathered else part, without=without)
             gathered = own * is_gathered
             return replace(

@@ -138,7 +138,7 @@ def _given_arguments(
             raise ValueError("meta_args and data_loader both define the arguments: give one of them")
         if data_process_func is not None:
             raise ValueError(
-                "data_process_func makes arguments of what a data_loader yields, and meta_args are given: "
+                "data_process_func makes arguments of a data_loader's batches, and meta_args are given: "
                 "leave one of them out"
             )
         return meta_args

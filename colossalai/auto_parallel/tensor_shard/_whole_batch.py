@@ -226,8 +226,9 @@ def _norm_arguments(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> float:
     """
     if len(args) > 2 or kwargs.get("dim") is not None:
         raise ValueError(
-            "a norm along dimensions of the gradient of a slice of a parameter is not that of the whole "
-            "gradient: take the norm of all of it, or gradient.as_subclass(torch.Tensor) for the slice alone"
+            "a norm along dimensions of the gradient of a slice of a parameter differs from the norm of the "
+            "whole gradient: take the norm of all of it, or gradient.as_subclass(torch.Tensor) for the slice "
+            "alone"
         )
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     return 2.0 if order is None or order == "fro" else float(order)

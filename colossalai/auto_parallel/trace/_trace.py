@@ -4,7 +4,7 @@
 `layer_norm`, `scaled_dot_product_attention`). The trace is for costs; training runs the user's own model, so
 a trace can omit calls without a tensor as a result.
 
-[Note: a model that does not export]
+[Note: models without an export]
 Such a model (a cache among its outputs, attributes that its forward sets) is run once on fake tensors, and
 the operations below autograd are recorded: `addmm` of a transposed weight instead of `linear`. They have the
 same products, shapes and saved tensors. One thing is lost: an operation that autograd runs on behalf of a
@@ -126,7 +126,7 @@ class ModelTrace:
         alias: A tensor to the tensor that owns its storage, for views, in-place results and tied parameters.
         trainable: Names of the parameters and inputs that require a gradient.
         device: The type of device that the operations run on.
-        is_exact: False if the model did not export, see [Note: a model that does not export].
+        is_exact: False if the model did not export, see [Note: models without an export].
     """
 
     operations: tuple[Operation, ...]
@@ -579,7 +579,7 @@ class _GraphReader:
 
 
 def _of_record(twin: FakeTwin) -> ModelTrace:
-    """See [Note: a model that does not export]."""
+    """See [Note: models without an export]."""
     builder = _Builder()
     names = _outside_names(builder, twin)
     recorder, result = record(twin)

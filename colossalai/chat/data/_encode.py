@@ -14,7 +14,7 @@ from colossalai.chat.data._chat_data import ChatData
 from colossalai.chat.data._formats import ChatRow, ChatStage, as_chat_row, num_shared
 from colossalai.chat.data._templates import WrittenDialogue
 
-# [Note: Tokens of a text that is encoded in parts]
+# [Note: tokens of a text in parts]
 # The tokens of an answer's prompt must be those that the model receives at generation: the tokens of the
 # prompt alone. Tokens of the whole text mostly begin with them, and then continue as the model would. If a
 # token of the whole text spans the boundary, as " An" does for "Response: " and "An apple", the next piece is
@@ -81,7 +81,7 @@ class EncodedData:
     def pairs(self) -> tuple[EncodedPair, ...]:
         """The rows of stage "preference"."""
         if self.stage != "preference":
-            raise ValueError(f"rows of stage {self.stage!r} are no pairs: take .texts")
+            raise ValueError(f"rows of stage {self.stage!r} are not pairs: take .texts")
         return cast(tuple[EncodedPair, ...], self.rows)
 
 
@@ -250,7 +250,7 @@ class _TextEncoder:
         )
 
     def _tokens_of(self, written: WrittenDialogue) -> _FullText:
-        # See [Note: Tokens of a text that is encoded in parts]
+        # See [Note: tokens of a text in parts]
         text = ""
         ids: list[int] = []
         mask: list[bool] = []

@@ -72,7 +72,7 @@ def dpo_loss(
         sigmoid     - (1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)
         ipo         (h - 1 / (2 beta))^2
 
-    where e is the label smoothing: the assumed share of wrong labels (conservative DPO, E. Mitchell, "A note
+    with the label smoothing e: the assumed share of wrong labels (conservative DPO, E. Mitchell, "A note
     on DPO with noisy preferences", 2023). "sigmoid" takes log-probabilities of whole completions, sums over
     tokens; "ipo" takes means over tokens, as in TRL: otherwise the target 1 / (2 beta) would depend on the
     length. `sequence_logprobs` computes both.

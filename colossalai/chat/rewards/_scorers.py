@@ -91,7 +91,7 @@ class ModelReward:
         known, used = self.model.config.vocab_size, len(self.tokenizer)
         if used > known:
             raise ValueError(
-                f"the tokenizer has {used} tokens and the reward model knows {known}: give the tokenizer "
+                f"the tokenizer has {used} tokens and the reward model has {known}: give the tokenizer "
                 "that it was trained with"
             )
         if self.tokenizer.eos_token_id is None:

@@ -243,7 +243,7 @@ def config_of(model: nn.Module) -> Any:
     found = next((part.config for part in parts if "config" in vars(part)), None)
     if found is None:
         raise ValueError(
-            f"{type(model).__name__} is no causal language model of transformers: it has no config"
+            f"{type(model).__name__} is not a causal language model of transformers: it has no config"
         )
     return found
 

@@ -63,7 +63,7 @@ def _shape(num_procs: int | None, mesh: str | None) -> list[int]:
         shape = [int(extent) for extent in mesh.split("x")]
     if num_procs is not None and math.prod(shape) != num_procs:
         raise ValueError(
-            f"--mesh {mesh} has {math.prod(shape)} ranks, --nproc_per_node says {num_procs}: make them "
+            f"--mesh {mesh} has {math.prod(shape)} ranks, --nproc_per_node is {num_procs}: make them "
             "equal, or leave one out"
         )
     if math.prod(shape) < 2:

@@ -189,7 +189,9 @@ def read_config(path: Path) -> tuple[Any, Callable[[Any], nn.Module]]:
         architectures = json.loads(path.read_text()).get("architectures") or []
         config = transformers.AutoConfig.from_pretrained(path)
     except (OSError, ValueError, AttributeError) as error:
-        raise ValueError(f"{str(path)!r} is no config.json of Hugging Face transformers: {error}") from error
+        raise ValueError(
+            f"{str(path)!r} is not a config.json of Hugging Face transformers: {error}"
+        ) from error
     kind = getattr(transformers, architectures[0], None) if architectures else None
     if not (isinstance(kind, type) and issubclass(kind, nn.Module)):
         kind = None

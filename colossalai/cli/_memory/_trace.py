@@ -90,8 +90,8 @@ def trace_memory(trace_file: str, *, as_json: bool, **options: Any) -> int:
     if "needed" in found:
         needed = math.ceil(found["needed"] / 2**20)
         raise ValueError(
-            f"--memory-budget {options['memory_budget']} is less than the largest chunks take: "
-            f"--memory-budget {needed}MiB would do, or smaller chunks by --min-chunk-size-mb"
+            f"--memory-budget {options['memory_budget']} is less than the largest chunks take: give "
+            f"--memory-budget {needed}MiB, or smaller chunks by --min-chunk-size-mb"
         )
     if "refused" in found:
         raise ValueError(found["refused"])
@@ -150,7 +150,7 @@ def _settings(
     budget = None if memory_budget is None else bytes_of("--memory-budget", memory_budget)
     if budget is not None and offload_dir is None and torch.accelerator.device_count() == 0:
         raise ValueError(
-            f"--memory-budget {memory_budget}: without an accelerator nothing lies below memory: give "
+            f"--memory-budget {memory_budget}: without an accelerator there is no tier below memory: give "
             "--offload-dir FOLDER as well"
         )
     num_params = count_of(shape, num_blocks)
@@ -173,7 +173,7 @@ def _check_layout(*, tp: int, pp: int, zero: int) -> None:
     for option, given, allowed in (("--tp", tp, (1,)), ("--pp", pp, (1,)), ("--zero", zero, (0, 3))):
         if given not in allowed:
             raise ValueError(
-                f"{option} {given} with --trace: what is traced is Gemini, which is ZeRO 3: leave it out"
+                f"{option} {given} with --trace, which traces Gemini, which is ZeRO 3: leave it out"
             )
 
 

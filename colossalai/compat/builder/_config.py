@@ -36,7 +36,7 @@ def build_from_registry(config: Mapping[str, Any], registry: Registry) -> Any:
     if not isinstance(registry, Registry):
         raise ValueError(f"the registry is {registry!r}; it must be one such as colossalai.registry.LAYERS")
     if not isinstance(config, Mapping) or not isinstance(config.get("type"), str):
-        raise ValueError(f"{config!r} does not name what to build: write dict(type='Linear', ...)")
+        raise ValueError(f"{config!r} does not name a class to build: write dict(type='Linear', ...)")
     arguments = {key: value for key, value in config.items() if key != "type"}
     module = registry.get_module(config["type"])
     try:

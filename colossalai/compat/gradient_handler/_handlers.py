@@ -114,7 +114,7 @@ class SequenceParallelGradientHandler(BaseGradientHandler):
 class MoeGradientHandler(BaseGradientHandler):
     """Averages all gradients: those of experts over the ranks that hold them, others over DATA.
 
-    See [Note: which ranks share a gradient]. Named in the config, `gradient_handler=[dict(type=
+    See [Note: ranks of a gradient]. Named in the config, `gradient_handler=[dict(type=
     "MoeGradientHandler")]`, it does so, and the data-parallel method leaves it to this. If the config
     names no handler, `initialize` adds one to the engine of a model with experts; gradients are averaged by
     the data-parallel method then, during the backward, which is faster, and this one does nothing: the

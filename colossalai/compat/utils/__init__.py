@@ -39,4 +39,4 @@ from colossalai.trainer import MultiTimer as MultiTimer
 from colossalai.trainer import Timer as Timer
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, "colossalai.utils")  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, "colossalai.utils")  # PEP 562: missing names

@@ -75,7 +75,7 @@ def print_rank_0(
 
 
 def sync_model_param(model: nn.Module, parallel_mode: ParallelMode = ParallelMode.DATA) -> None:
-    """Give all ranks of a mode the parameters and buffers of the first one that has the same slice."""
+    """Give all ranks of a mode the parameters and buffers of the first rank with the same slice."""
     broadcast_from_first(model, global_context.axis(parallel_mode))
 
 

@@ -34,7 +34,7 @@ def profile(folder: str | Path | None = None, **options: Any) -> torch.profiler.
         return torch.profiler.profile(**options)
     if "on_trace_ready" in options:
         raise ValueError(
-            "profile is given a folder and on_trace_ready, which both say where traces go: give one"
+            "profile is given a folder and on_trace_ready, which both place the traces: give one"
         )
     target = Path(folder)
 

@@ -5,7 +5,7 @@ the config names ours; before and after it the model is unchanged, so that the s
 `generate` between two steps of an engine. Other threads that call it in the meantime get the function of the
 original config: a context variable marks the thread of a paged call.
 
-[Note: a model is served only if it computes the same]
+[Note: check of a served model]
 A model that runs through the interface may still be wrong: a layer can keep state outside the cache (a
 convolution, a recurrence), and a sequence would silently continue from the state of another one. So
 `check_model` compares two results for the same tokens: one plain forward, and paged calls that cut them into

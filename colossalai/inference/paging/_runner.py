@@ -32,7 +32,7 @@ from colossalai.inference.paging._watch import ModelWatch
 from colossalai.inference.scheduling import BatchStep
 from colossalai.pipeline import ModelStage
 
-# [Note: products that company does not change]
+# [Note: products independent of the batch]
 # A library chooses the algorithm of a product, and so its summation order, by the number of rows. For batch
 # invariance a step is computed in calls with a fixed number of tokens, the last one padded, and with the
 # logits of all of them. The calls run one after another: a chunk that continues in the next tile finds its
@@ -283,7 +283,7 @@ class Runner:
         return PagedCall(step, self._caches, AdapterRows.of(adapters, self.device), logits)
 
     def _run_in_tiles(self, arrays: StepArrays, tables: Sequence[np.ndarray], received: Any) -> Any:
-        """Run a step in calls of a fixed size. See [Note: products that company does not change]."""
+        """Run a step in calls of a fixed size. See [Note: products independent of the batch]."""
         ends = np.cumsum(arrays.counts)
         firsts = ends - arrays.counts
         total = len(arrays.token_ids)
@@ -383,7 +383,7 @@ _CHECKED_ERROR_OF_HALVES = 0.05
 def check_model(runner: Runner, vocab_size: int, max_length: int, received: Any = None) -> None:
     """Check that paged calls of a model compute the same as its plain forward.
 
-    See [Note: a model is served only if it computes the same]. Allocates caches for the check, and frees
+    See [Note: check of a served model]. Allocates caches for the check, and frees
     them. Ranks that share layers call it together.
 
     Args:

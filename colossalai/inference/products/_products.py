@@ -9,7 +9,7 @@ Steps have any number of tokens, so a server would grow by 600 MiB in its first 
 is rounded up to one of 8 values between two powers of two: by an eighth at most, and up to 16 rows not at
 all.
 
-[Note: one row may take longer than four]
+[Note: time of one row]
 A product with one or two rows is bound by reading the weight, and on some processors oneDNN's kernel for four
 rows reads it faster (`benchmarks/packed_rows.py`). So this is measured once for each dtype: packed weights
 larger than the caches are multiplied by one row and by four. A product with a row table uses it for one row
@@ -49,7 +49,7 @@ _ROWS_HINT = 16
 _NUM_SIZES_BITS = 3  # log2 of the allowed numbers of rows between two powers of two
 
 
-# See [Note: one row may take longer than four].
+# See [Note: time of one row].
 _MANY_ROWS = 4
 _MEASURED_SIZE = (1024, 2048)  # features of outputs and of inputs
 _MEASURED_BYTES = 1 << 26

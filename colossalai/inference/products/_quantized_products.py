@@ -8,7 +8,7 @@ exact, so the result of a row depends on that row only. With one digit (`int8`) 
 difference between two libraries in float32, by one integer product with twice the rows: on a CPU with integer
 instructions this is faster than the product in float32, from the first row on.
 
-[Note: integer products that saturate]
+[Note: saturation of integer products]
 x86 processors without VNNI add two products of 8 bits each in 16 bits, which hold 32,767: 255 * 127 * 2 does
 not fit, and the sum saturates silently (a row of ones gave 5 instead of 640). On these processors a code u of
 a row is split into two terms, u // 2 and the rest, neither above 128, and 128 * 127 * 2 fits: the same
@@ -52,7 +52,7 @@ def first_codes(x: Tensor, largest: Tensor) -> Tensor:
     return (x * (_STEPS / largest)).add_(_OFFSET + 0.5).floor_()
 
 
-# See [Note: integer products that saturate].
+# See [Note: saturation of integer products].
 @functools.cache
 def integer_products_saturate() -> bool:
     """Return whether the integer product of this processor is wrong for large codes."""
@@ -204,7 +204,7 @@ class DigitsProduct(QuantizedProduct):
         if not self._is_halved:
             made = multiply_codes(with_rounded_rows(codes), _OFFSET, *self._weight, scale=1.0)
             return made if made.shape[0] == num_rows else made[:num_rows]
-        # See [Note: integer products that saturate].
+        # See [Note: saturation of integer products].
         first = codes.bitwise_right_shift(1)
         both = with_rounded_rows(torch.cat((first, codes - first)))
         made = multiply_codes(both, _OFFSET // 2, *self._weight, scale=1.0)

@@ -8,7 +8,7 @@ holds the weights of this feature for the outputs of this group. The outputs of 
 rows, each times this feature of x, in float32. For more rows of x the packed weight is faster, because it is
 read once for all of them.
 
-[Note: sums of codes are exact]
+[Note: exact sums of codes]
 Codes of a row and codes of a weight are integers of at most 127, so float32 adds 1,024 of their products
 without rounding (1,024 * 127^2 < 2^24). So a row of `int8` is summed in parts of 1,024 features, and the
 parts in float64: the result equals the integer product bit for bit, whether or not a request is alone in its
@@ -29,7 +29,7 @@ from colossalai.logging import get_dist_logger
 _LARGEST_GROUP = 320
 _VECTOR = 16  # values per register
 _EXACT_TERMS = 1024
-_BYTES_BESIDE_CODES = 8  # of a row: scale and offset, float32 each
+_BYTES_BESIDE_CODES = 8  # for each row: scale and offset in float32
 _OFFSET = 128  # codes in a table are unsigned: 0 is stored as 128
 
 # By default a copy is built only if it takes at most this part of the free memory, and if the weights do not
@@ -95,7 +95,7 @@ class FloatRowTable(RowTable):
 
 
 class CodesRowTable(RowTable):
-    """Row table of a weight in 8-bit codes, with exact sums. See [Note: sums of codes are exact].
+    """Row table of a weight in 8-bit codes, with exact sums. See [Note: exact sums of codes].
 
     Args:
         codes: (out, in) int8.

@@ -4,7 +4,7 @@ The model is built, sharded and quantized by the loading code, without values. I
 their cache shapes in a call in which products, embeddings and experts return empty tensors. So no memory is
 allocated, nothing is communicated, and the result is exact.
 
-[Note: tensor ranks hold equally much]
+[Note: equal memory of tensor ranks]
 A spec shards a dimension into equal slices (an indivisible vocabulary is padded), so the ranks of a stage
 have the same memory, and one of them is counted.
 """
@@ -121,7 +121,7 @@ def serving_memory(model: ModelClass, options: EngineOptions, *, tp: int = 1, pp
     for stage in range(pp):
         part = cut_for_ranks(
             whole if pp == 1 else resolved.build_shapes(dtype=dtype),
-            Mesh({"pp": pp, "tp": tp}, rank=stage * tp),  # See [Note: tensor ranks hold equally much]
+            Mesh({"pp": pp, "tp": tp}, rank=stage * tp),  # See [Note: equal memory of tensor ranks]
         )
         if way is not None:
             with _META:

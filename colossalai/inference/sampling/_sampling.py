@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from colossalai.inference.sampling._draws import HAS_INFINITY, HAS_NAN, HAS_NO_TOKEN, Drawn, Draws
 
-# [Note: Draws that company does not change]
+# [Note: draws independent of the batch]
 # Every value that affects a row is computed from that row in a fixed order of operations: softmax and cumsum
 # run row by row, and sums are taken over blocks of fixed size, then over the sums of these (torch would
 # divide one long row among threads, but not many rows). The algorithm of a row (first candidates, more of
@@ -236,7 +236,7 @@ class _Filters:
 
 def _sample(values: Tensor, rows: np.ndarray, draws: Draws) -> Tensor:
     """Draw the token of each row, all with temperature > 0, or return the failure code."""
-    # See [Note: Draws that company does not change]
+    # See [Note: draws independent of the batch]
     filters = _Filters.of(draws, rows, values.device)
     vocab_size = values.shape[1]
     largest = values.amax(-1, keepdim=True)

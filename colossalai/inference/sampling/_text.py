@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# [Note: Text of tokens that are still coming]
+# [Note: text of an incomplete answer]
 # The text of tokens is not the sum of their texts: a character can have several tokens, and the first token
 # of a text can lose its space. So each new token is decoded with a window of tokens before it, and the new
 # text is the growth of the window's text. The window begins at the end of a character, has a text before the
@@ -131,7 +131,7 @@ class TextStream:
         return new
 
     def _step(self, token: int) -> str:
-        """Return the new text of a token. See [Note: Text of tokens that are still coming]."""
+        """Return the new text of a token. See [Note: text of an incomplete answer]."""
         text = self._decode([*self._window, token])
         if self._given and text == self._given:
             return ""  # a token without text

@@ -7,7 +7,7 @@ token is due come first, each with one token; the rest of the budget goes to pro
 The scheduler is plain Python, without tensors and without a clock: the same calls give the same steps. It
 decides, and the engine computes: `schedule` returns a `BatchStep`, `advance` takes the drawn tokens.
 
-[Note: steps run in the order in which they were scheduled]
+[Note: order of steps]
 Several steps can be in flight (stages of a pipeline). Every rank runs them one after another, and within a
 layer of a step all keys and values are written before any are read. So a block can be reallocated as soon as
 its sequence releases it, even if a step in flight still reads it: the new owner writes in a later step. For
@@ -194,7 +194,7 @@ class Scheduler:
     def remove(self, sequence: RunningSequence) -> None:
         """Remove a sequence from the queue or the running ones, and release its blocks.
 
-        See [Note: steps run in the order in which they were scheduled].
+        See [Note: order of steps].
         """
         (self.running if sequence in self.running else self.waiting).remove(sequence)
         self.pool.release(sequence.blocks)  # steps in flight may still read them

@@ -83,4 +83,4 @@ from colossalai.nn.layer.tensor_parallel import require_mode as require_mode
 from colossalai.nn.layer.tensor_parallel import restart as restart
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names

@@ -14,12 +14,12 @@ For row i with label y over V classes, with scale s, soft cap c, label smoothing
 So (chunk, V) of logits are in memory, in the place of three times (rows, V): logits, their softmax, and its
 gradient. Rows that do not count are not computed at all.
 
-[Note: what a backward takes]
+[Note: gradients from the forward]
 "mean" and "sum": the gradients exist when the backward begins, which returns them, multiplied in place by the
 incoming gradient. A further backward of a retained graph computes them again, and so does every backward of
 "none", which needs the incoming gradient of each row. Neither can be differentiated a second time; it raises.
 
-[Note: a vocabulary that is cut]
+[Note: sharded vocabulary]
 Each rank has the classes of its slice of the weight. For each chunk the ranks exchange the largest logit of a
 row, the sum of the exponentials under it and the logit of its label, in one all-gather of (3, chunk) numbers,
 and (4, chunk) with label smoothing; and dx is summed over them, while dW is computed. Classes that pad the
@@ -94,7 +94,7 @@ class _Block:
 
 
 class ChunkedCrossEntropy(torch.autograd.Function):
-    """See [Note: what a backward takes]."""
+    """See [Note: gradients from the forward]."""
 
     @staticmethod
     def forward(
@@ -165,7 +165,7 @@ class _Once(torch.autograd.Function):
 
 def _arrived(ctx: Any, grad: Tensor) -> Gradients:
     """Return the gradients of x, weight and bias for the loss's incoming gradient, and release them."""
-    # See [Note: what a backward takes].
+    # See [Note: gradients from the forward].
     wanted = ctx.needs_input_grad[:3]
     ready, ctx.ready = ctx.ready, [None, None, None]
     if any(want and found is None for want, found in zip(wanted, ready, strict=True)):
@@ -358,7 +358,7 @@ def _over_ranks(stats: Tensor, axis: Axis | None) -> tuple[Tensor, Tensor, Tenso
     """Return largest, sum of exponentials, logit of the label and sum of logits over all classes of rows."""
     if axis is None or axis.size == 1:
         return stats[0], stats[1], stats[2], stats[-1]
-    # See [Note: a vocabulary that is cut]: (ranks, 3 or 4, rows), added up in the same order everywhere.
+    # See [Note: sharded vocabulary]: (ranks, 3 or 4, rows), added up in the same order everywhere.
     every = all_gather(stats.unsqueeze(0), 0, axis)
     largest = every[:, 0].amax(0)
     total = (every[:, 1] * (every[:, 0] - largest).exp()).sum(0)

@@ -23,7 +23,7 @@ class ParallelCrossEntropyLoss(nn.Module):
 
     With p ranks along the class axes, for logits of (batch, ..., classes): three all-reduces of one number
     for each position (1909.08053, section 3); the logits themselves are never gathered. Label smoothing takes
-    another number for each position and a single one. Logits of minus infinity are no classes: a classifier
+    another number for each position and a single one. Logits of minus infinity are not classes: a classifier
     is padded with them where the ranks do not divide its classes.
 
     Args:

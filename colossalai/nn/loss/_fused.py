@@ -84,7 +84,7 @@ class LanguageModelOutput(NamedTuple):
 
     def __getattr__(self, name: str) -> NoReturn:
         raise MissingLogitsError(
-            f"this is what a language model returns that is given labels, with loss and logits, and has no "
+            f"this is the output of a language model with labels, with loss and logits, and has no "
             f"{name!r}: a criterion that wants the logits themselves is for a model without labels, and "
             "without fused_loss=True"
         )

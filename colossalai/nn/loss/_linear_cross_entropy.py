@@ -193,7 +193,7 @@ def vocabulary_of(weight: Tensor) -> VocabularySlice:
         return VocabularySlice(num_classes=len(weight))
     if len(spec.dims[0]) != 1 or spec.dims[1] or spec.stored_as is not None or spec.parts is not None:
         raise ValueError(
-            f"a weight cut as {spec.dims}: the loss in chunks takes one that is cut along the classes over "
+            f"a weight cut as {spec.dims}: the loss in chunks takes a weight cut along the classes over "
             "one axis, as in mode '1d', or not at all; use CrossEntropyLoss over logits"
         )
     return VocabularySlice(num_classes=spec.whole_shape[0], axis=spec.mesh.axis(spec.dims[0][0]))

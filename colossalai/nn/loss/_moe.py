@@ -42,10 +42,10 @@ class MoeLoss(nn.Module):
             )
         built = loss_fn(*args, **kwargs)
         if not callable(built):
-            raise ValueError(f"loss_fn returned a {type(built).__name__}, which is no loss function")
+            raise ValueError(f"loss_fn returned a {type(built).__name__}, which is not a loss function")
         self.aux_weight = aux_weight
         self.loss_fn = built
-        # A pipeline asks: sums of microbatches add up.
+        # Read by a pipeline: sums of microbatches add up.
         self.reduction: str = getattr(built, "reduction", "mean")
 
     def forward(self, *args: Any, **kwargs: Any) -> GivenLoss:
@@ -55,7 +55,7 @@ class MoeLoss(nn.Module):
         if not losses.terms:
             get_dist_logger().log_once(
                 f"{type(self).__name__}: no layer of colossalai.nn.moe has left an auxiliary loss: the model "
-                "has none, or its forward did not run in this process; the loss is that of the task alone",
+                "has none, or its forward did not run in this process; the loss is the task's alone",
                 ranks=[0],
             )
             return loss

@@ -1,6 +1,6 @@
 """torch's own schedules where they hold more than a formula: the user's functions, the momentum of one cycle.
 
-What they gain here is an end: a scheduler that is stepped on after its last step keeps the rate.
+The addition is an end: a scheduler that is stepped after its last step keeps the rate.
 """
 
 from collections.abc import Callable, Sequence

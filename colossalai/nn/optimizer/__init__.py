@@ -17,4 +17,4 @@ from colossalai.nn.optimizer._lamb import Lamb as Lamb
 from colossalai.nn.optimizer._lars import Lars as Lars
 
 if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: names that have not landed
+    __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names

@@ -261,7 +261,7 @@ class DiskOffload:
                     running.add(start_exchange(buffer))
 
     def _settle(self, walk: _Pass, states: States) -> None:
-        """Let the states of each parameter that was visited say where they are: on disk, or in memory."""
+        """Mark the states of each visited parameter with their place: on disk, or in memory."""
         unwritten = {buffer.block: buffer for buffer in walk.buffers if buffer.block is not None}
         params = {piece.param for block in walk.visited for piece in block.pieces}
         for param in params:

@@ -1,4 +1,4 @@
-"""Where the states of parameters lie in the files: regions, blocks and pieces; see [Note: states on disk]."""
+"""Layout of the states of parameters in files: regions, blocks and pieces; see [Note: states on disk]."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass

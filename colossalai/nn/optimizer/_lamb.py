@@ -6,7 +6,7 @@ For a parameter w with gradient g, at its step t = 1, 2, ...
     r = (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps) + weight_decay * w
     w = w - lr * (|w| / |r|) * r
 
-with 2-norms of the whole tensors. Where one of them is 0 the ratio is 1: a parameter that starts at 0 must be
+with 2-norms of the whole tensors. If one of them is 0 the ratio is 1: a parameter that starts at 0 must be
 able to leave it. The paper's function phi of |w| is the identity.
 """
 
@@ -44,7 +44,7 @@ class Lamb(SteppingOptimizer):
     """The update of an element needs norms of the whole tensor: a slice of the parameter is not enough."""
 
     measures_wholes = True
-    """Where the spec of a parameter cuts it, the ranks add up their squares: see `whole_norms`."""
+    """If the spec of a parameter cuts it, the ranks add up their squares: see `whole_norms`."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Lamb(SteppingOptimizer):
         self._average(averages, grads, beta1)
         torch._foreach_mul_(square_averages, beta2)
         torch._foreach_addcmul_(square_averages, grads, grads, 1 - beta2)
-        # Each parameter has its own step: one that was frozen for a while has a lower one.
+        # Each parameter has its own step: it is lower if the parameter was frozen for a while.
         steps = [state["step"].item() if group["bias_correction"] else math.inf for state in states]
         roots = torch._foreach_sqrt(square_averages)
         torch._foreach_div_(roots, [math.sqrt(1 - beta2**step) for step in steps])

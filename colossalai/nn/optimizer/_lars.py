@@ -43,7 +43,7 @@ class Lars(SteppingOptimizer):
     """The update of an element needs norms of the whole tensor: a slice of the parameter is not enough."""
 
     measures_wholes = True
-    """Where the spec of a parameter cuts it, the ranks add up their squares: see `whole_norms`."""
+    """If the spec of a parameter cuts it, the ranks add up their squares: see `whole_norms`."""
 
     def __init__(
         self,

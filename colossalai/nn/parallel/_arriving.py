@@ -16,7 +16,7 @@ from colossalai.tensor import keep_dtype, keeps_dtype
 
 
 class LazyValues(Protocol):
-    """What gives a lazily built module its values: first `others`, then `params` in runs, then `end`."""
+    """Source of the values of a lazily built module: first `others`, then `params` in runs, then `end`."""
 
     def others(self) -> None:
         """Materialize buffers."""

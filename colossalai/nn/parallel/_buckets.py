@@ -139,7 +139,7 @@ class EarlierMeans:
         replicas: The ranks that see different parts of the batch.
 
     Attributes:
-        factors: Of each parameter that needs one; if it is empty, `scale` and `note` have no effect.
+        factors: Factor for each parameter that needs one; if it is empty, `scale` and `note` have no effect.
     """
 
     def __init__(self, params: Iterable[nn.Parameter], replicas: Axis) -> None:

@@ -72,7 +72,7 @@ class Replicated(DataMethod):
         trainable = {gradient_sync(each, replicas) for each in module.parameters() if each.requires_grad}
         if replicas.size == 1:
             return NoSync(module)
-        # Only what was chosen is passed: torch warns of some of these names even at their default value.
+        # Only changed options are passed: torch warns of some of these names even at their default value.
         chosen = {f.name: getattr(self, f.name) for f in fields(self) if getattr(self, f.name) != f.default}
         if arriving.device.type != "cpu":
             chosen["device_ids"] = [arriving.device]

@@ -77,8 +77,7 @@ class FullySharded(DataMethod):
         for part, sync in _parts(module, blocks, replicas).items():
             axis = sync.axis
             if axis not in meshes:
-                # One dimension, whatever mesh axes it runs along: two would mean shards in one, copies in the
-                # other.
+                # One dimension, along any mesh axes: two would mean shards in one, copies in the other.
                 names = (axis.name or "alone",)
                 meshes[axis] = DeviceMesh.from_group(axis.group, arriving.device.type, mesh_dim_names=names)
             fully_shard(part, mesh=meshes[axis], **options)

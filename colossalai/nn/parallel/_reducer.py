@@ -2,9 +2,9 @@
 
 [Note: the order of buckets]
 All ranks must start the all-reduces of a group in the same order, but gradients may come in another order on
-another rank, or not at all. So buckets wait in a queue, and only its head may start: a full bucket behind one
-that is not full waits, at worst until `finish`. The buckets of a part of the model join the queue when that
-part is told to synchronize, which all ranks do in the same order.
+another rank, or not at all. So buckets wait in a queue, and only its head may start: a full bucket behind an
+incomplete one waits, at worst until `finish`. The buckets of a part of the model join the queue when `join`
+is called for that part, which all ranks do in the same order.
 
 [Note: marks]
 A parameter may have no gradient here and one on another replica; then its average is that of zero and the
@@ -162,7 +162,7 @@ def _on_grad(find_reducer: "weakref.ref[GradReducer]", number: int, index: int, 
     bucket = reducer._buckets[number]
     if bucket in reducer._started:
         raise ValueError(
-            f"a parameter of shape {tuple(param.shape)} got a gradient after its average was under way: "
+            f"a parameter of shape {tuple(param.shape)} got a gradient after its average was started: "
             "switch synchronization on right before the last backward, and pass use_reentrant=False to "
             "torch.utils.checkpoint, which otherwise adds several times to shared weights"
         )

@@ -1,12 +1,13 @@
 """Gradients that the reducer of `DistributedDataParallel` does not average are detected and averaged here.
 
-[Note: gradients that torch's reducer does not take]
+[Note: gradients outside of torch's reducer]
 Torch's reducer takes the gradients of one backward after a forward of its wrapper, of parameters that were
 trainable when it was made. After the loss of another method (`model.compute_loss(x)`), after the second
 backward of two forwards, and in layers that were unfrozen since, each rank has gradients of its own. A hook
 on every parameter notices these, and at the end of the backward all gradients of that reducer are averaged.
 Those that are means already keep their values, which are the same on all ranks. All ranks run the same
-backwards, so they notice the same; unfrozen parameters are averaged after each, whoever has gradients.
+backwards, so they notice the same; unfrozen parameters are averaged after each, also on ranks without
+gradients.
 """
 
 import weakref
@@ -27,7 +28,7 @@ CAP_BYTES = 25 * 2**20
 class UnsyncedGrads:
     """Notices gradients that no reducer of torch takes, and averages them at the end of the backward.
 
-    See [Note: gradients that torch's reducer does not take].
+    See [Note: gradients outside of torch's reducer].
 
     Args:
         taken: The parameters of each reducer.

@@ -315,7 +315,7 @@ class Exchange:
             self._post_known(unposted)
         arriving = self._receives.pop(message)
         transfers: list[PendingSend | PendingReceive] = [arriving]
-        for each in step.over:  # sends that are complete, too: see [Note: when a send is over]
+        for each in step.over:  # sends that are complete, too: see [Note: completion of a send]
             transfers += self._in_flight.pop(each)
         _wait_for(transfers)  # blocks until the peer has sent the message
         tensors = list(arriving.tensors) if arriving.axis is None else arriving.whole()
@@ -447,7 +447,7 @@ def _checked_fixed(spec: PayloadSpec, fixed: PayloadSpec, stage: int) -> Payload
         (tensor.shape, tensor.dtype) for tensor in fixed.tensors
     ]:
         raise ValueError(
-            f"stage {stage} returned {spec}, but tensor_shape says {fixed}: correct TENSOR_SHAPE, or leave "
+            f"stage {stage} returned {spec}, but tensor_shape is {fixed}: correct TENSOR_SHAPE, or leave "
             "it out (as you must where the last microbatch is smaller, or a stage returns not only tensors)"
         )
     return fixed

@@ -269,7 +269,7 @@ def _num_samples(batch: Any, tensors: Sequence[BatchTensor]) -> int:
         name = [each.name for each in tensors if each.dim is not None][-1]
         raise ValueError(
             "the tensors of a batch differ in their number of samples "
-            f"(dim {' or '.join(map(str, sorted(dims)))}): {found}. Where one is about the whole batch, or "
+            f"(dim {' or '.join(map(str, sorted(dims)))}): {found}. If one is about the whole batch, or "
             f"has its samples along another dimension, name it: batch_dim={{{name!r}: None}}, or its dim"
         )
     return next(iter(sizes.values()))

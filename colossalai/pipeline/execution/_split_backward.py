@@ -3,10 +3,10 @@
 Only the first part is on the critical path of the stage before (zero-bubble schedules, 2401.10241). Together
 the two parts do the work of a plain backward, once.
 
-[Note: where a backward is cut]
+[Note: two parts of a backward]
 A node of the autograd graph is *inner* if the stage's input can be reached from it. The first part runs the
 inner nodes, and the engine skips gradients that only parameters need: a linear layer computes the gradient of
-its input and skips that of its weight. The edges from an inner node to nodes that are not inner are its
+its input and skips its weight's. The edges from an inner node to nodes that are not inner are its
 *branches*; they end in parameters. The gradient that arrived at the node is kept, and the second part runs
 the node again with it, for its branches only. There are four special cases:
 
@@ -160,7 +160,7 @@ class _Graph:
     def cut(self) -> tuple[list[GradientEdge], list[_DeferredNode]]:
         """Return the branches to capture in the first part, and the nodes left to the second.
 
-        See [Note: where a backward is cut].
+        See [Note: two parts of a backward].
         """
         early: dict[GradientEdge, None] = dict.fromkeys(self._shared_leaves())
         tangled = {edge.node for edge in early}

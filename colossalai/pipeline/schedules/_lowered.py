@@ -6,7 +6,7 @@ is free, the last backward of a stage. They are computed here once for a number 
 executor is a loop over the result. Steps are printed with their stage first: `0F1` computes, `0SEND_F1>1`
 begins to send its output to rank 1, `1RECV_F1<0` posts the receive on rank 1, `1WAIT_F1<0` waits for it.
 
-[Note: when a send is over]
+[Note: completion of a send]
 Not every backend can test whether a send has ended without waiting for it. The schedule shows it: when a
 message from a rank arrives, all messages that the rank needed before it sent this one have arrived there. So
 a WAIT lists the sends that are complete by then; waiting for them does not block, and frees their memory.
@@ -55,7 +55,7 @@ class ScheduleStep:
         action: The computation itself, or the maker of the sent value, or the user of the received one.
         message: The message to send, receive or wait for; None for a computation, and for a TOKEN to a stage
             on this rank.
-        over: For a WAIT, the sends of this rank that are complete by then; see [Note: when a send is over].
+        over: For a WAIT, the sends of this rank that are complete by then; see [Note: completion of a send].
     """
 
     kind: StepKind

@@ -3,7 +3,7 @@
 They hold no parameters. Attributes of a part that the model reads (`embedding.weight.dtype`, a block's
 `attention_type`) are read from its outline: the part itself, without its memory.
 
-[Note: a stage runs the forward of the whole model]
+[Note: forward of a stage]
 Masks, positions and rotary tables are computed by the model's own code from the data, on every stage. The
 parts before the blocks are replaced by shapes: `FrontElsewhere` returns zeros. A block of an earlier stage
 returns the output of the last block before this stage; so the model's own code between blocks (taking the

@@ -2,7 +2,7 @@
 
 Embeddings and other parts before the blocks are placed on the first stage, norm and head on the last one.
 Modules without parameters (dropout, rotary tables) are on every stage. The forward of a stage is described in
-[Note: a stage runs the forward of the whole model].
+[Note: forward of a stage].
 """
 
 import inspect
@@ -115,8 +115,8 @@ def _try_model(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: boo
         return None
     get_dist_logger().log_once(
         f"no trial run of {type(model).__name__} before it is cut into stages ({reason}): the order of "
-        "registration says what runs before and after the blocks. Where that is wrong, pass stages that "
-        "colossalai.pipeline.cut_model makes (sample=..., or first=[...] and last=[...])",
+        "registration decides which modules run before and after the blocks. If that is wrong, pass stages "
+        "that colossalai.pipeline.cut_model makes (sample=..., or first=[...] and last=[...])",
         level="INFO",
         ranks=[0],
     )
@@ -135,7 +135,7 @@ def _checked(trial: Trial, anatomy: Anatomy) -> Trial:
         )
     for source, target in trial.skipped_over[:1]:
         raise ValueError(
-            f"block {target} of {anatomy.stack!r} takes what block {source} has returned, past those "
+            f"block {target} of {anatomy.stack!r} takes a result of block {source}, past those "
             "between: such a model cannot be cut along its blocks"
         )
     for name in trial.used_at:
@@ -287,7 +287,7 @@ def cut_model(
         balance: "uniform" by the number of blocks; "parameters" by those of the blocks and, in the first and
             last stage, of the parts before and after them; or a weight for each block.
         stack: The name of the `nn.ModuleList` or `nn.Sequential` of blocks; by default the longest one.
-        first: Names of parts to place on the first stage, whatever the trial run shows.
+        first: Names of parts to place on the first stage, regardless of the trial run.
         last: The same for the last stage.
         everywhere: The same for all stages.
         sample: Data for the trial run, as the loader gives it; its values do not matter.

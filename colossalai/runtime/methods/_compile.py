@@ -1,6 +1,6 @@
 """Compilation: the forward of every block of a model by `torch.compile`, in place.
 
-[Note: what is compiled]
+[Note: extent of compilation]
 The forward of a block is compiled, not its call. So hooks run as they do without: the user's, and those
 in which FSDP gathers the block's parameters. Recomputation wraps the compiled forward and runs it a second
 time; a precision and `DistributedDataParallel` wrap the whole model. No module is wrapped, so all names stay,
@@ -104,7 +104,7 @@ class CompiledBlocks(PlanMethod):
 
     def apply(self, job: Assembly) -> None:
         """Compile the forwards, in place."""
-        # See [Note: what is compiled].
+        # See [Note: extent of compilation].
         if not self._has_effect(job):
             get_dist_logger().log_once(
                 "compile has no effect in this tensor mode: its layers communicate in the middle of every "

@@ -73,7 +73,7 @@ class FusedLoss(PlanMethod):
             part.fused_loss = True
         if fuse_losses(model) + len(own) == 0:
             raise ValueError(
-                f"fused_loss: {type(model).__name__} is no language model that computes head and loss "
+                f"fused_loss: {type(model).__name__} is not a language model that computes head and loss "
                 "together: take GPT of colossalai.model_zoo, or a causal model of transformers; "
                 "register_rule(..., Rule(loss_head='lm_head')) of colossalai.shardformer names the head of "
                 "others"

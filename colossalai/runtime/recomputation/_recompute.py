@@ -182,7 +182,7 @@ def _named_parts(module: nn.Module, names: list[str], stages: Axis | None) -> di
 def _refuse_uncalled(name: str, part: nn.Module) -> None:
     if type(part).forward is nn.Module.forward:
         raise ValueError(
-            f"recompute names {name!r}, a {type(part).__name__}, which is never called itself: name what is "
+            f"recompute names {name!r}, a {type(part).__name__}, which is never called itself: name modules "
             f"in it, such as {[f'{name}.{each}' for each, _ in part.named_children()][:3]}, or pass True for "
             "all blocks of the model"
         )

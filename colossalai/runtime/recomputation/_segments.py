@@ -5,7 +5,7 @@ of its first. When the backward reaches it, it runs forward again, and its parts
 recursively, as in 1911.13214 and, long before, in Griewank, "Achieving logarithmic growth of temporal
 and spatial complexity in reverse automatic differentiation" (1992). The user's own model runs, unchanged.
 
-[Note: blocks that run as one]
+[Note: joint run of blocks]
 The model calls its blocks one after the other, and a checkpoint wraps one call. So the call of the first
 block runs all blocks of the segment, each with its hooks. It returns a placeholder, a tensor of the right
 shape without values. The calls of the other blocks compute nothing: each takes the placeholder and returns
@@ -91,7 +91,7 @@ class RecomputeSegment:
         match lists:
             case [int(first), int(last), [*inner]]:
                 return RecomputeSegment(first, last, tuple(map(RecomputeSegment.from_lists, inner)))
-        raise ValueError(f"{lists!r:.80} is no segment: it must be [first, last, [inner segments]]")
+        raise ValueError(f"{lists!r:.80} is not a segment: it must be [first, last, [inner segments]]")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class Segments:
         match lists:
             case [[*segments], [*names]] if all(isinstance(name, str) for name in names):
                 return Segments(tuple(map(RecomputeSegment.from_lists, segments)), tuple(names))
-        raise ValueError(f"{lists!r:.80} are no segments: it must be [[segments], [names of blocks]]")
+        raise ValueError(f"{lists!r:.80} are not segments: it must be [[segments], [names of blocks]]")
 
 
 def parts_of(
@@ -259,7 +259,7 @@ class _InSegment(nn.Module):
     place_in_segment: "tuple[SegmentRunner, int]"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # See [Note: blocks that run as one]: the hooks of the block run inside this call.
+        # See [Note: joint run of blocks]: the hooks of the block run inside this call.
         runner, number = self.place_in_segment
         return runner.call(number, args, kwargs)
 

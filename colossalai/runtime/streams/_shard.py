@@ -1,6 +1,6 @@
 """Shard of a stream (`IterableDataset`) for one replica, with any number of workers.
 
-[Note: how a stream is dealt]
+[Note: distribution of a stream]
 A stream has neither a length nor positions, so each worker of each replica reads all of it. Every
 `num_replicas` samples in a row are a round, of which each replica takes one, like `DataParallelSampler`.
 A whole round is read before its sample is returned, so each replica can check that the last one is
@@ -65,7 +65,7 @@ class StreamShard(IterableDataset[DealtSample]):
         self.drop_last = drop_last
 
     def __iter__(self) -> Iterator[DealtSample]:
-        # See [Note: how a stream is dealt].
+        # See [Note: distribution of a stream].
         info: Any = get_worker_info()
         worker, num_workers, batch_size = 0, 1, self.batch_size or 1
         for number, dealt in enumerate(self._rounds()):

@@ -2,7 +2,7 @@
 
 It wraps an engine as another `Service`, so it covers all routes, whole answers and streams.
 
-[Note: words that are still coming]
+[Note: words of an incomplete answer]
 A word may arrive in pieces, so a possible beginning of a word is held back until it is decided. Texts are
 compared letter by letter after NFKD and case folding, with white space as one space and without invisible
 characters. A letter is complete only with the marks that follow it, so the last one waits where a mark could
@@ -95,7 +95,7 @@ class ProfanityWords:
         return scan.has_found
 
 
-# See [Note: words that are still coming].
+# See [Note: words of an incomplete answer].
 class ProfanityScan:
     """Search for words in a text that arrives in pieces.
 

@@ -268,7 +268,7 @@ def _plan(options: ServeOptions) -> _Plan:
     """
     config = None if options.config is None else ServingConfig.from_file(options.config)
     if config is None and options.model is None:
-        raise ValueError("say what to serve: a folder of save_pretrained, or --config with a model_class")
+        raise ValueError("no model to serve: give a folder of save_pretrained or --config with a model_class")
     model: Any = options.model if options.model is not None else config and config.model_class
     engine, server = dict(options.engine), dict(options.server)
     tokenizer, tp, pp, backend = options.tokenizer, options.tp or 1, options.pp or 1, "auto"

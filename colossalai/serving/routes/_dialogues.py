@@ -34,7 +34,7 @@ class DialogueTurn(StrictBody):
     """An instruction and its response."""
 
     instruction: str = Field(min_length=1)
-    response: str = Field("", description="Of the last turn it is empty: that is what is asked for.")
+    response: str = Field("", description="Empty for the last turn, whose response is generated.")
 
 
 class DialogueBody(StrictBody):

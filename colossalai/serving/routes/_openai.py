@@ -108,7 +108,7 @@ def add_openai_routes(router: APIRouter, front: Front) -> None:
 
     @router.get("/v1/models", responses=responses())
     async def models() -> ModelList:
-        """List the names that requests can ask for: the model and its adapters."""
+        """List the names for `model` in requests: the model and its adapters."""
         return ModelList(data=_cards(front))
 
     @router.get("/v1/models/{model:path}", responses=responses(404))

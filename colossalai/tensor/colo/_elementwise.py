@@ -135,7 +135,7 @@ def _aligner(cut: TensorCut, size: int) -> Callable[[Any], Any]:
             if torch.is_grad_enabled():
                 raise ValueError(
                     f"a tensor of shape {tuple(value.shape)} has the extent {size} of a slice where the "
-                    f"whole has {size * cut.axis.size}: say how it is cut, by "
+                    f"whole has {size * cut.axis.size}: declare its cut by "
                     "ColoTensor.from_torch_tensor(tensor, spec), or pass the whole"
                 )
             return value

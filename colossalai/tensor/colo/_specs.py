@@ -53,7 +53,7 @@ class ShardSpec(DistSpec):
         if len(dims) != 1 or len(num_partitions) != 1:
             raise ValueError(
                 f"dims={list(dims)}, num_partitions={list(num_partitions)}: a tensor is cut along one "
-                "dimension, so each has one entry; colossalai.tensor.ShardingSpec says cuts along several"
+                "dimension, so each has one entry; colossalai.tensor.ShardingSpec has cuts along several"
             )
         object.__setattr__(self, "dims", tuple(dims))
         object.__setattr__(self, "num_partitions", tuple(num_partitions))

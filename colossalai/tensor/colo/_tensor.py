@@ -477,8 +477,8 @@ def _with_whole_arguments(func: Callable[..., Any], args: tuple[Any, ...], kwarg
         written.append(args[0])
     if any(cut_of(tensor) for tensor in tensors_in(written)):
         raise ValueError(
-            f"{name} writes into a tensor of which this rank has a slice, and there is no rule that says "
-            "what each rank writes: write into the whole (t.to_replicate()), and set_dist_spec it again"
+            f"{name} writes into a tensor of which this rank has a slice, and there is no rule for "
+            "the writes of each rank: write into the whole (t.to_replicate()), and set_dist_spec it again"
         )
     get_dist_logger().log_once(
         f"{name} has no rule for tensors that are cut so, and gets whole ones: they are gathered", ranks=[0]

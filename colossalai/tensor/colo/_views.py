@@ -68,13 +68,13 @@ def local_extents(
     if not read and -1 in wanted and any(wanted[dim] == own for _, dim in fits):
         raise ValueError(
             f"a view as {tuple(wanted)} fits the slice, of shape {tuple(shape)}, and the whole, "
-            f"{tuple(whole)}: name all extents instead of -1, or read that of the slice (x.shape[{cut.dim}])"
+            f"{tuple(whole)}: name all extents instead of -1, or read the slice's (x.shape[{cut.dim}])"
         )
     found = read or fits
     if len(found) > 1:
         raise ValueError(
             f"a view of {tuple(shape)}, a slice of {tuple(whole)}, as {tuple(wanted)} may cut more than one "
-            f"dimension: read the extent of the one that is cut from the slice (x.shape[{cut.dim}])"
+            f"dimension: read the extent of the cut one from the slice (x.shape[{cut.dim}])"
         )
     return found[0] if found else None
 

@@ -58,7 +58,7 @@ def convert(
     gradient = ShardingLayout(after.spec, tuple(partial_grads))
     if tuple(tensor.shape) != before.spec.local_shape:
         raise ValueError(
-            f"a slice of shape {tuple(tensor.shape)} where the layout says {before.spec.local_shape}, of the "
+            f"a slice of shape {tuple(tensor.shape)} where the layout has {before.spec.local_shape}, of the "
             f"whole {before.spec.shape}"
         )
     check_pair(before, after)

@@ -1,6 +1,6 @@
 """Paths between layouts: the documented greedy search, and the shortest path over costs.
 
-[Note: why greedy is not enough]
+[Note: limits of a greedy search]
 Greedy search repeatedly takes the one-step placement with the least difference from the target. From S0R to
 RS1 it gathers and then shards, since a replicated dimension is nearer to the target than a dimension with
 another sharding; sharding first and gathering the smaller slice sends fewer bytes. No difference function is
@@ -61,7 +61,7 @@ def shortest_paths(
 def greedy_path(
     source: AxisPlacement, target: AxisPlacement, extents: Extents, costs: CollectiveCosts
 ) -> Path:
-    """Return the path by the documented search; see [Note: why greedy is not enough].
+    """Return the path by the documented search; see [Note: limits of a greedy search].
 
     Each step takes the one-step placement, along a single axis, with the least difference from the target;
     ties are resolved by cost. A placement is not visited twice.

@@ -211,7 +211,7 @@ def check_pair(source: ShardingLayout, target: ShardingLayout) -> None:
     if of_source.shape != of_target.shape:
         raise ValueError(
             f"the layouts are of tensors of shape {of_source.shape} and {of_target.shape}: nothing is padded "
-            "unless somebody says so, with pad_to(tensor, shape) and a PaddedSpec of that shape on both sides"
+            "unless you request it, with pad_to(tensor, shape) and a PaddedSpec of that shape on both sides"
         )
     if of_source.stored_as != of_target.stored_as:
         raise ValueError(

@@ -75,4 +75,4 @@ class ShapeConsistencyManager:
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, "colossalai.tensor.shape_consistency")  # PEP 562
-__path__: list[str] = []  # the import of a name that is not here asks the finder, as that of a package does
+__path__: list[str] = []  # as a package, so that the import of a missing name uses the finder

@@ -1,4 +1,4 @@
-"""What a Trainer does beside training: hooks for metrics, schedules, checkpoints and logs."""
+"""Hooks of a Trainer: metrics, schedules, checkpoints and logs."""
 
 from colossalai.trainer._base_hook import BaseHook as BaseHook
 from colossalai.trainer.hooks._checkpoint_hook import SaveCheckpointHook as SaveCheckpointHook

@@ -53,8 +53,7 @@ def resume_state(trainer: "Trainer", folder: str | Path, logger: DistributedLogg
         return
     if resumed.epoch is None:
         raise ValueError(
-            f"the training state of step {resumed.step} in {folder} does not say its epoch: save it with "
-            "epoch=..."
+            f"the training state of step {resumed.step} in {folder} has no epoch: save it with epoch=..."
         )
     trainer.cur_step, trainer.cur_epoch = resumed.step, resumed.epoch
     load_hook_states(trainer.hooks, resumed.extra.get("hooks", {}))

@@ -83,8 +83,8 @@ class MetricWatchHook(BaseHook, ABC):
         known = trainer.metrics[self.phase].names
         if self.metric not in known:
             raise ValueError(
-                f"{name} watches {self.metric!r}, which no hook measures (measured are: {known}): add the "
-                "one that does, such as LossHook(), to the hooks"
+                f"{name} watches {self.metric!r}, which no hook measures (measured are: {known}): add a "
+                "hook that does, such as LossHook(), to the hooks"
             )
         if self.phase == "test" and trainer.test_dataloader is None:
             raise ValueError(

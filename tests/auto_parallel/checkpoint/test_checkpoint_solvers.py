@@ -224,7 +224,7 @@ def test_masks_are_shared() -> None:
     )
     assert CheckpointSolverChen(graph, cnode=["mask"]).solve() == chen(graph)
     for kind in (CheckpointSolverRotor, CheckpointSolverChen):
-        with pytest.raises(ValueError, match=r"cnode names 'masks', which is no tensor .* use 'mask'"):
+        with pytest.raises(ValueError, match=r"cnode names 'masks', which is not a tensor .* use 'mask'"):
             kind(graph, cnode=["mask", "masks"])
         with pytest.raises(ValueError, match="cnode names 'linear', which has a gradient"):
             kind(graph, cnode=["linear"])

@@ -193,6 +193,6 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="slots is 0; it must be 1 or more"):
         solve_rotor(even_chain(2), 100, slots=0)
     with pytest.raises(
-        BudgetError, match=r"10 bytes is below what the blocks 'blocks\.0' to 'blocks\.3' need"
+        BudgetError, match=r"10 bytes is below the need of the blocks 'blocks\.0' to 'blocks\.3'"
     ):
         solve_rotor(even_chain(4), 10)

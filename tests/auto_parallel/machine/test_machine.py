@@ -104,16 +104,16 @@ def test_a_damaged_file_is_refused(place: list[Any], value: Any, message: str) -
     for key in place[:-1]:
         inner = inner[key]
     inner[place[-1]] = value
-    with pytest.raises(ValueError, match=rf"machine\.json is no machine profile: .*{message}"):
+    with pytest.raises(ValueError, match=rf"machine\.json is not a machine profile: .*{message}"):
         MachineProfile.from_json(json.dumps(content), name="machine.json")
 
 
 def test_what_is_no_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nosuch\.json cannot be read"):
         MachineProfile.load(tmp_path / "nosuch.json")
-    with pytest.raises(ValueError, match="the text is no machine profile"):
+    with pytest.raises(ValueError, match="the text is not a machine profile"):
         MachineProfile.from_json("[]")
-    with pytest.raises(ValueError, match="the text is no machine profile: it has no 'format'"):
+    with pytest.raises(ValueError, match="the text is not a machine profile: it has no 'format'"):
         MachineProfile.from_json("{}")
 
 

@@ -55,7 +55,7 @@ def test_a_file_brings_the_same_plan_back_and_the_plugin_carries_it_out(tmp_path
     with pytest.raises(ValueError, match="cannot be read"):
         AutoPlugin(plan=tmp_path / "other.json")
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="is no plan"):
+    with pytest.raises(ValueError, match="is not a plan"):
         load_plan(tmp_path / "other.json")
 
 

@@ -139,7 +139,7 @@ def test_a_text_with_a_wrong_part_is_refused() -> None:
             changed(plan, **parts)
     whole = json.loads(plan.to_json())
     for name in whole:
-        with pytest.raises(ValueError, match=f"lacks '{name}'|version None|no plan"):
+        with pytest.raises(ValueError, match=f"lacks '{name}'|version None|not a plan"):
             AutoPlan.from_json(json.dumps({key: value for key, value in whole.items() if key != name}))
 
 
@@ -148,7 +148,7 @@ def test_what_is_not_a_plan_is_refused() -> None:
     plan = make_plan(gpt(), arguments_of(gpt, 1), world_size=2, **HOW)
     for call, said in (
         (lambda: load_plan(plan), "the plan is a AutoPlan: load_plan takes the path of its file"),
-        (lambda: AutoPlan.from_json(None), "the text is no JSON"),  # type: ignore[arg-type]
+        (lambda: AutoPlan.from_json(None), "the text is not JSON"),  # type: ignore[arg-type]
         (lambda: plan.diff("plan.json"), "other is a str: give a plan; load_plan reads one of a file"),  # type: ignore[arg-type]
         (lambda: plan.explain(3), "the plan has no module 3 that could be cut"),  # type: ignore[arg-type]
         (lambda: plan.with_choice(None, "whole"), "name=None: give the full name of a layer"),  # type: ignore[arg-type]

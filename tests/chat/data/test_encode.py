@@ -220,7 +220,7 @@ def test_all_rows_are_encoded_and_what_does_not_fit_is_counted():
     assert [source["completion"] for source in encoded.sources] == ["1", "5", "7"]
     assert list(encoded.texts) == [encode_sft(source, tokenizer, 10) for source in encoded.sources]
     assert encoded[1] == EncodedText(encoded[1].input_ids, [False, False, True, True], 0)
-    with pytest.raises(ValueError, match=r"are no pairs: take \.texts"):
+    with pytest.raises(ValueError, match=r"are not pairs: take \.texts"):
         _ = encoded.pairs
     with pytest.raises(ValueError, match="max_length=2: all 4 rows have longer answers"):
         encode_all(data, tokenizer, 2)

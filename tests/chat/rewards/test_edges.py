@@ -254,7 +254,7 @@ def mistakes() -> None:
     chats = chat_data([{"messages": [{"role": "user", "content": "3+4="}]}] * 2, "prompts")
     for options, error, words in (
         ({"tokenizer": endless}, ValueError, "no end-of-sequence token, so an answer could never end"),
-        ({"tokenizer": many}, ValueError, r"the tokenizer has \d+ tokens, and the model knows \d+"),
+        ({"tokenizer": many}, ValueError, r"the tokenizer has \d+ tokens, and the model has \d+"),
         ({"tokenizer": plain, "data": chats}, ChatTemplateError, "has no generation prompt"),
     ):
         with pytest.raises(error, match=words):

@@ -194,7 +194,7 @@ def test_mistakes() -> None:
         with pytest.raises(ValueError, match=words):
             make()  # type: ignore[no-untyped-call]
     model.config.vocab_size = 7
-    with pytest.raises(ValueError, match="the reward model knows 7"):
+    with pytest.raises(ValueError, match="the reward model has 7"):
         ModelReward(model=model, tokenizer=tokenizer())
 
 

@@ -128,7 +128,7 @@ def usage_error(*words: str) -> str:
 
 def test_usage(folder: Path, tmp_path: Path) -> None:
     base, sql = str(folder / "tiny"), f"sql={folder / 'sql'}"
-    assert "'sql' is no NAME=DIR" in usage_error(base, "--lora", "sql")
+    assert "'sql' is not NAME=DIR" in usage_error(base, "--lora", "sql")
     assert "two adapters have the name 'sql'" in usage_error(base, "--lora", sql, "--lora", sql)
     assert "the adapter 'sql' has the name of the model" in usage_error(base, "--name", "sql", "--lora", sql)
     assert "the adapter 'sql' has the name of the model" in usage_error(str(folder / "sql"), "--lora", sql)

@@ -53,8 +53,8 @@ def test_what_is_wrong_is_a_row_and_a_line(network: Network, tmp_path: Path):
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        ((), "say what to check"),
-        (("-i", "--doctor"), "say what to check"),
+        ((), "choose a check"),
+        (("-i", "--doctor"), "choose a check"),
         (("-i", "--master_port", "0"), "master_port: these are options of colossalai check --doctor"),
         (("--doctor", "--host", "a", "--hostfile", "b"), "are alternatives"),
         (("--doctor", "--host", "a,,a"), "the host 'a' is named 2 times"),

@@ -282,7 +282,7 @@ def edges():
     applied = apply(nn.Linear(2, 2))
     model = applied.module
     model(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError, match="after its average was under way"):
+    with pytest.raises(ValueError, match="after its average was started"):
         model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="call finish first"):
         applied.set_sync(False)

@@ -224,7 +224,7 @@ def fails(kind):
         ("interrupt", r"interrupted; in the forward of microbatch 1 on stage 2 \(rank 2, action 2F1"),
         ("other shape", r"stage 0 returned \(2, 3\) float64 where it returned \(2, 4\) float64 before"),
         ("unsendable", "a stage returned a set, which cannot be sent"),
-        ("tensor_shape", r"stage 0 returned \(2, 4\) float64, but tensor_shape says \(2, 5\) float64"),
+        ("tensor_shape", r"stage 0 returned \(2, 4\) float64, but tensor_shape is \(2, 5\) float64"),
         (
             "sizes",
             r"stage 1 \(rank 1\) and stage 2 \(rank 2\) run different schedules, or their microbatches",

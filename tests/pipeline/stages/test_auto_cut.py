@@ -283,7 +283,11 @@ X = torch.randn(1, 2)
         (lambda: cut_model(Made(), 2, [0], stack="norm"), ValueError, "'norm' is not an nn.ModuleList"),
         (lambda: cut_model(Made(), 2, [0], first=["nrom"]), ValueError, "first names 'nrom'"),
         (lambda: cut_model(Made(), 2, [0], balance=[1.0]), ValueError, "a weight for each of 4 blocks"),
-        (lambda: cut_model(Skips(), 2, [0], sample=X), ValueError, "block 2 of 'blocks' takes what block 0"),
+        (
+            lambda: cut_model(Skips(), 2, [0], sample=X),
+            ValueError,
+            "block 2 of 'blocks' takes a result of block 0",
+        ),
         (lambda: cut_model(Caches(), 2, [0])(None, X), ValueError, "'blocks.0' returns a tuple of .*'str'"),
         (lambda: cut_model(LeavesOut(), 2, [0])(None, X), RuntimeError, "without calling block 'blocks.1'"),
         (lambda: cut_model(Made(), 2, [1])(None, X), RuntimeError, "received nothing"),

@@ -176,7 +176,7 @@ def test_what_is_skipped_draws_nothing_of_the_resumed_run() -> None:
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_what_stands_in_is_known(num_workers: int) -> None:
-    """[Note: whose samples these are] holds for streams: dealt back they are in order, each once."""
+    """[Note: order of gathered samples] holds for streams: dealt back they are in order, each once."""
     loaders = of_all(lambda: Plain(9), 2, batch_size=2, num_workers=num_workers)
     rows, parts = [], [[], []]
     for batches in zip(*loaders, strict=True):

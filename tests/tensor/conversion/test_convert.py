@@ -203,7 +203,7 @@ def test_what_is_no_conversion_is_refused():
     mesh, other = (Mesh({"a0": 2, "a1": 2}, rank=0) for _ in range(2))
     spec = ShardingSpec((8, 8), (("a0",), ()), mesh)
     slice_ = torch.zeros(4, 8)
-    with pytest.raises(ValueError, match=r"a slice of shape \(8, 8\) where the layout says \(4, 8\)"):
+    with pytest.raises(ValueError, match=r"a slice of shape \(8, 8\) where the layout has \(4, 8\)"):
         convert(torch.zeros(8, 8), spec, spec)
     with pytest.raises(ValueError, match="over one mesh"):
         convert(slice_, spec, ShardingSpec((8, 8), (("a0",), ()), other))

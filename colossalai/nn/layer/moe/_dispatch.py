@@ -12,7 +12,7 @@ way if experts are used evenly, and the same for the gradients. Counts go first,
 is left out. Sorting is stable, and a token's results are added in the order of its choices, in float32 or
 better: two runs are equal bit for bit.
 
-[Note: all ranks take part]
+[Note: participation of all ranks]
 A rank without tokens, or whose experts were not chosen, sends and receives nothing, but takes part in each
 exchange of the forward and of the backward. So no line here depends on the number of rows, and experts
 compute without rows as well, which gives their weights gradients of zeros and not none.
@@ -38,7 +38,7 @@ from colossalai.context import Axis, Mesh, ParallelMode, drawing_apart, get_seed
 _BLOCK = 1 << 17  # elements
 
 Compute = Callable[[Tensor, Sequence[int]], Tensor]
-"""What the experts of a rank do: rows (R, H) sorted by expert, how many each has; returns (R, H)."""
+"""The experts of a rank as a function of rows (R, H) sorted by expert and their counts; returns (R, H)."""
 
 EXPERT_AXES = ("ep", "tp")
 """The axes that cut experts, the coarser cut first; ranks along `tp` have the same tokens, and share them."""

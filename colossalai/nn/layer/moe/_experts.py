@@ -3,7 +3,7 @@
 Norms, ZeRO and checkpoints find tensors (experts, ...) with a spec, under the names of one expert's
 parameters. The computation uses one expert without values, called with the values of each expert in turn.
 
-[Note: how experts start]
+[Note: initial values of experts]
 Expert number e of a layer is drawn from a state of its own, which follows from the seed of `moe_set_seed`,
 from a number that the layer draws when it is built (the same on all ranks), and from e. So experts differ
 from each other, and a model starts from the same values for any ranks that share its experts.
@@ -124,7 +124,7 @@ class Experts(MoeExperts):
     def __init__(self, expert: Callable[..., nn.Module], num_experts: int, **expert_args: Any) -> None:
         super().__init__(num_experts)
         own = self.own_experts()
-        layer = int(torch.randint(2**31, ()))  # see [Note: how experts start]
+        layer = int(torch.randint(2**31, ()))  # see [Note: initial values of experts]
         stacked: dict[str, nn.Parameter] = {}  # a tied parameter once, under its first name
         for place, number in enumerate(own):
             with drawing_expert(layer, number):
@@ -215,7 +215,7 @@ def _check_expert(one: object, expert: Callable[..., object]) -> None:
     if buffers := [each for each, _ in one.named_buffers()]:
         raise ValueError(
             f"expert={name} has the buffer {buffers[0]!r}, of which experts on different ranks would have "
-            "values of their own that nobody keeps: take layers without running statistics, or a parameter "
+            "values of their own that are not saved: take layers without running statistics, or a parameter "
             "with requires_grad=False"
         )
     for each, param in one.named_parameters():

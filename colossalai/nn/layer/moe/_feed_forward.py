@@ -67,7 +67,7 @@ class FeedForwardExperts(MoeExperts):
         self.drop_rate = drop_rate
         own = self.own_experts() if cut_dim == 0 else range(num_experts)
         axes = (self.axes, ()) if cut_dim == 0 else ((), self.axes)
-        layer = int(torch.randint(2**31, ()))  # see [Note: how experts start]
+        layer = int(torch.randint(2**31, ()))  # see [Note: initial values of experts]
         for name, shape, dims in (
             ("w1", (d_ff, d_model), (axes[1], ())),
             ("b1", (d_ff,), (axes[1],)),

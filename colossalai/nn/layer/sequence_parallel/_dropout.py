@@ -1,7 +1,7 @@
 """Dropout masks that depend on positions only: they can be drawn again, in pieces of any size.
 
 Whether the weight of key j for query i is dropped is a hash of (seed, sample, head, i, j). So the backward
-draws what the forward drew without keeping it, and neither the number of ranks, nor the order, nor the size
+draws the mask of the forward without keeping it, and neither the number of ranks, nor the order, nor the size
 of the tiles, nor the device changes the result.
 
 Each row (sample, head, i) and each column j has a 32-bit key out of 64 well mixed bits (the finalizer of

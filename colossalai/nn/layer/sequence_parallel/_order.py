@@ -68,7 +68,7 @@ def check_order(order: str, sub_seq: int) -> None:
 def zigzag_split(x: torch.Tensor, dim: int, axis: Axis) -> torch.Tensor:
     """Return this rank's positions, in zigzag order, of a tensor that all ranks hold whole.
 
-    The backward gathers the gradients of all ranks: every rank gets that of the whole.
+    The backward gathers the gradients of all ranks: every rank gets the gradient of the whole.
 
     Args:
         x: The whole, the same on all ranks.

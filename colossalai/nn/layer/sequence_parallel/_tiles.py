@@ -97,7 +97,7 @@ class Forward:
 
     Args:
         q: The queries, in the type of the sums.
-        rules: Who attends to whom.
+        rules: Rules of attention between positions.
     """
 
     def __init__(self, q: torch.Tensor, rules: Rules) -> None:
@@ -138,9 +138,9 @@ class Backward:
     Args:
         q: The queries, in the type of the sums.
         grad: Gradient of out, in the same type.
-        out: What the forward returned.
-        logsumexp: The same.
-        rules: Who attends to whom.
+        out: Output of the forward.
+        logsumexp: Output of the forward.
+        rules: Rules of attention between positions.
     """
 
     def __init__(

@@ -69,7 +69,7 @@ def ulysses_attention(
     # One message for the three: (3, batch, heads, sub_seq, head) -> (3, batch, heads/p, seq, head)
     stacked = all_to_all_forward_all_to_all_backward(torch.stack((q, k, v)), axis, split_dim=2, gather_dim=3)
     padding = None if key_padding_mask is None else all_gather(key_padding_mask, 1, axis)  # (batch, seq)
-    # What the ranks sent stands rank by rank: position held[i] of the sequence at place i.
+    # The received parts are in the order of the ranks: position held[i] of the sequence at place i.
     held = rank_by_rank(stacked.shape[3], axis.size, order=order, device=q.device)
     if held is not None:
         in_order = held.argsort()

@@ -1,4 +1,4 @@
-"""What all parallel layers share: a mesh, and parameters that are slices of whole ones."""
+"""Base class of parallel layers: a mesh, and parameters that are slices of whole ones."""
 
 from collections.abc import Callable, Iterable
 

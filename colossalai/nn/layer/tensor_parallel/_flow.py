@@ -5,7 +5,7 @@ is
 seen. So a layer is given the cut of its input: `input_cut=`, or `after=` another layer. Without either,
 layers
 are assumed to be applied in the order of their construction: each is built for the output cut of the one
-before, and an embedding, or `restart`, begins anew. The cut is compared with that of the activation, see
+before, and an embedding, or `restart`, begins anew. The cut is compared with the activation's, see
 [Note: records of activations].
 """
 
@@ -83,7 +83,7 @@ def output_cut_of(module: nn.Module, mode: str | None, *, by: str) -> Cut:
 
 
 def numbered(kind: str, *sizes: int) -> str:
-    """Return what messages call a layer that is being built: its class, sizes, and place in the order."""
+    """Return the name of a new layer in messages: its class, sizes, and place in the order."""
     order = launched_job().order
     order.num_built += 1
     return f"{kind}({', '.join(map(str, sizes))}) [layer {order.num_built}]"

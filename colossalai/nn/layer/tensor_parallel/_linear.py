@@ -3,7 +3,7 @@
 [Note: memory kept for the backward]
 For slices of |x| and |w| bytes: |x| + |w| where nothing is gathered, and with panels, which are fetched
 again; q (|x| + |w|) where operands are gathered whole, as in 3D and with `in_panels=False`. To fetch those
-again would take (q-1) (|x| + |w|) more bytes, up to half of what 3D sends in forward and backward. Where
+again would take (q-1) (|x| + |w|) more bytes, up to half of the bytes of 3D in forward and backward. If
 memory is short, recomputation of the block (`recompute=True`) keeps none of it.
 """
 
@@ -138,8 +138,8 @@ class ParallelMatmul:
             bias: Slice of the bias, whose gradient is this rank's.
             in_panels: If both operands would be gathered along `in`, fetch one panel of each at a time
                 instead (see [Note: panels]): less memory, more messages.
-            num_chunks: Where nothing is gathered, but the product is summed over ranks: compute it in so many
-                parts of the output features, and sum one while the next is computed.
+            num_chunks: Number of parts of the output features in which a product is computed that is summed
+                over ranks, if nothing is gathered: one part is summed while the next is computed.
         """
         if torch.is_autocast_enabled(x.device.type):
             x, w, bias = as_autocast(x), as_autocast(w), None if bias is None else as_autocast(bias)
@@ -286,7 +286,7 @@ class ParallelLinear(ParallelModule):
             self.bias = self.cut_parameter("bias", whole, cut, padded_shape=(self.padded_out,))
 
     def extra_repr(self) -> str:
-        """Return what `print(model)` shows: the global sizes and this rank's slice."""
+        """Return the text for `print(model)`: the global sizes and this rank's slice."""
         return f"{self.in_features} -> {self.out_features}, weight {tuple(self.weight.shape)}"
 
     def forward(self, x: torch.Tensor) -> Any:

@@ -4,9 +4,9 @@
 SUMMA (van de Geijn and Watts, 1997) computes a product of two operands that are both cut along the contracted
 dimension panel by panel: in round k the ranks of column k of the grid broadcast their slice of x along the
 rows, the ranks of row k their slice of w along the columns, and every rank adds the product of the two. No
-rank ever holds more than one panel of each operand besides its own slices. The backward runs the same rounds:
-it fetches each panel again, and sums each panel's gradient to its owner. The sum over the panels is in
-float32 or better: in half precision each panel's product is rounded, and their sum once, at its end.
+rank ever holds more than one panel of each operand in addition to its own slices. The backward runs the same
+rounds: it fetches each panel again, and sums each panel's gradient to its owner. The sum over the panels is
+in float32 or better: in half precision each panel's product is rounded, and their sum once, at its end.
 """
 
 from typing import Any

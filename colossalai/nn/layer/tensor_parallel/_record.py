@@ -10,8 +10,9 @@ A layer records the cut of its output on it.
   passes it on to the results of operations, until the next layer removes it.
 
 The shapes of slices reveal a wrong cut in all modes but "3d", where both cuts have slices of one shape. So
-only there records are compared, and subclasses made; in the others they tell dropouts which ranks draw the
-same. An activation without a record is, in 3d, assumed to be the input of a model. It takes no communication.
+only there records are compared, and subclasses made; in the others dropouts read from them which ranks draw
+the same. An activation without a record is, in 3d, assumed to be the input of a model. It takes no
+communication.
 """
 
 from collections.abc import Sequence
@@ -77,7 +78,7 @@ class Passage:
         layer: The layer, for messages.
         entry: Cut of its input, and its origin.
         output_cut: Cut of its output.
-        compares: Whether the records of an input are compared with `entry`: its shape would not tell.
+        compares: Whether the records of an input are compared with `entry`: its shape does not show the cut.
         record: The record on an output; None in a mode in which nothing is cut.
     """
 
@@ -170,10 +171,10 @@ def _mode_of(cut: Cut) -> str | None:
 
 
 def require_cut(x: Tensor, cut: Cut, *, by: str) -> Tensor:
-    """Return an activation, a plain tensor again, if no record says that it is cut otherwise.
+    """Return an activation, a plain tensor again, if it has no record of another cut.
 
     Raises:
-        ValueError: A record of `x` says that it is cut otherwise; the message names the layer and `by`.
+        ValueError: `x` has a record of another cut; the message names the layer and `by`.
     """
     if torch.compiler.is_compiling():
         return x

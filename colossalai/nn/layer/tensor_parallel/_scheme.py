@@ -117,7 +117,7 @@ def first_cut(mode: str | None) -> Cut:
 
 
 def _grid_head(*, layers: Axes) -> LinearScheme:
-    """The 2D product with a transposed weight, whose storage is that of the embedding."""
+    """The 2D product with a transposed weight, whose storage is the embedding's."""
     cut = _grid_cut(layers)
     return LinearScheme(
         x=cut, y=cut, w_in=("row",), w_out=("col",), copy_w=layers, gather_w=("col",), scatter_y=("row",)

@@ -123,7 +123,7 @@ def share_and_misfit() -> None:
     assert spec_of(pair[0][0].weight) == spec_of(twin[0].weight)
     model[1].bias = None
     assert copy.deepcopy(model)[1].bias is None
-    with pytest.raises(ValueError, match=r"a slice of shape \(16, 8\) where the spec says \(8, 8\)"):
+    with pytest.raises(ValueError, match=r"a slice of shape \(16, 8\) where the spec has \(8, 8\)"):
         model[0].weight = nn.Parameter(torch.zeros(16, 8))
 
 
