@@ -327,7 +327,7 @@ def masters_follow_loaded_values() -> None:
     boosted.load_state_dict({"weight": torch.ones(4, 4), "bias": torch.zeros(4)})
     assert boosted.state_dict()["weight"].eq(1).all()
     assert get_static_torch_model(boosted.unwrap(), only_rank_0=False).weight.eq(1).all()
-    assert "pass what its unwrap" in refused(lambda: get_static_torch_model(boosted))
+    assert "pass the result of its unwrap" in refused(lambda: get_static_torch_model(boosted))
     assert "is already wrapped" in refused(lambda: GeminiDDP(boosted))
 
     stage_2 = zero_model_wrapper(nn.Linear(4, 4), 2, precision="fp32")

@@ -96,7 +96,7 @@ def on_two_ranks(folder):
     rank = gpc.get_global_rank()
     assert (tensor_parallel_env.mode, tensor_parallel_env.depth_3d) == ("1d", None)
     assert set(tensor_parallel_env.save()) >= {"mode", "summa_dim", "tesseract_dep", "input_group_3d"}
-    with pytest.raises(AttributeError, match="mode cannot be set: parallel=dict"):
+    with pytest.raises(AttributeError, match="mode cannot be set: choose the layout by parallel=dict"):
         tensor_parallel_env.mode = "2d"
 
     profiler = CommProfiler()

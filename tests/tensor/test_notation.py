@@ -52,7 +52,7 @@ def test_digits_are_positions_in_the_mesh():
 
 def test_a_spec_of_parts_is_none_of_torch():
     spec = ShardingSpec((12, 4), (("tp",), ()), MESH, parts=(3, 1))
-    with pytest.raises(ValueError, match="each for itself"):
+    with pytest.raises(ValueError, match="are each cut"):
         spec.to_placements()
 
 
@@ -76,7 +76,7 @@ def test_what_is_no_cut_is_refused(notation, shape, message):
 def test_further_refusals():
     with pytest.raises(ValueError, match="dimension 2 in"):
         ShardingSpec.from_dim_partition_dict({2: [0]}, (4, 4), MESH)
-    with pytest.raises(ValueError, match="dimension 1 stands twice"):
+    with pytest.raises(ValueError, match="dimension 1 is twice"):
         ShardingSpec.from_dim_partition_dict({1: [0], -1: [2]}, (4, 4), MESH)
     with pytest.raises(ValueError, match="2 placements for the 3 axes"):
         ShardingSpec.from_placements([Shard(0), Shard(1)], (4, 4), MESH)
