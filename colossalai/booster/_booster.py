@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from typing_extensions import TypeVar
 
 from colossalai.amp import GivenLoss, OptimizerWrapper, Weight
-from colossalai.booster._saving import NOT_BOOSTED, Saving, boosted_optimizer
+from colossalai.booster._saving import Saving, boosted_optimizer
 from colossalai.booster.mixed_precision import MixedPrecision, mixed_precision_factory
 from colossalai.booster.plugin import Plugin, TorchDDPPlugin
 from colossalai.context import Axis, ConfigException, global_context, names_arguments, relayout
@@ -270,9 +270,7 @@ class Booster(Saving):
             ValueError: `optimizer` has not been boosted, `loss` is not a valid loss, `weight` is negative or
                 not one number, or only some of the losses of a step have a weight.
         """
-        if not isinstance(optimizer, OptimizerWrapper):
-            raise ValueError(NOT_BOOSTED)
-        optimizer.backward(loss, weight)
+        boosted_optimizer(optimizer).backward(loss, weight)
 
     @names_arguments
     def execute_pipeline(

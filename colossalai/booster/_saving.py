@@ -24,8 +24,6 @@ from colossalai.runtime import (
     settings_of,
 )
 
-NOT_BOOSTED = "this optimizer has not been boosted: use the optimizer that booster.boost returned"
-
 
 class Saving:
     """The part of Booster that saves and loads; abstract.
@@ -349,5 +347,5 @@ def boosted_optimizer(optimizer: Optimizer) -> OptimizerWrapper:
         ValueError: `optimizer` has not been boosted.
     """
     if not isinstance(optimizer, OptimizerWrapper):
-        raise ValueError(NOT_BOOSTED)
+        raise ValueError("this optimizer has not been boosted: use the optimizer that booster.boost returned")
     return optimizer

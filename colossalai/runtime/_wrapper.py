@@ -163,7 +163,7 @@ def _refuse_to_run_a_stage(*_: Any, **__: Any) -> NoReturn:
     """Take the place of the forward of a wrapper with a pipeline.
 
     Raises:
-        ValueError: Always: the module is a stage of a pipeline, not a whole model.
+        ValueError: A stage is called like a whole model.
     """
     raise ValueError(
         "this is a stage of a pipeline, which cannot be called: use engine.execute_schedule(...) or "

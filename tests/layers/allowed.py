@@ -97,7 +97,7 @@ CLASS_CHANGES = {
     (
         "zero/gemini/_hooks.py",
         "add",
-    ): "optimizers and modules hold the parameter, of which each use is seen: [Note: how a use is seen]",
+    ): "optimizers and modules hold the parameter, whose uses are intercepted: [Note: interception of uses]",
 }
 
 # (file, function): why it reads the local names of a call, or its frame.

@@ -1,6 +1,6 @@
 """Chunks: flat tensors of consecutive parameters, each sharded over the ranks that share them.
 
-[Note: the life of a chunk]
+[Note: life of a chunk]
 A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters
 (`hold`), and is pinned during the use (`num_uses`). It is freed when room is needed, when all gradients of a
 backward are complete, and after a step, as its values are out of date then; never while it is pinned. There
@@ -25,7 +25,7 @@ from colossalai.zero.gemini.planning import Home
 
 
 class Chunk:
-    """A chunk on one rank.
+    """A chunk on one rank; see [Note: life of a chunk].
 
     Args:
         number: Its place in the order of initialization.
