@@ -337,6 +337,7 @@ def refuse_unmergeable(raw: nn.Module) -> None:
         ValueError: `raw` has such adapters, here or on another stage; see `merged_tensors`.
     """
     own = _reason_against_merging(_adapters_of(raw), raw.state_dict(keep_vars=True))
+    # All ranks read the first reason of any, so all of them raise.
     if reason := next(filter(None, gather_values(own)), ""):
         raise ValueError(reason)
 

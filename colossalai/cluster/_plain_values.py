@@ -191,6 +191,7 @@ def broadcast_value(value: Any, *, source: int, group: dist.ProcessGroup | None 
     is_source = dist.get_rank() == source
     data = PLAIN.encode(value) if is_source else b""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
+    # The size first: the other ranks allocate the content by it.
     dist.broadcast(size, src=source, group=group)
     content = _as_tensor(data, int(size)).to(device)
     dist.broadcast(content, src=source, group=group)

@@ -77,6 +77,7 @@ class CollectiveEngine:
             self._work()
         else:
             told = self._answers(self._engine, of_ranks)
+        # Rank 0 has the answers; the other ranks return from `_work` when it has stopped them.
         found = broadcast_value(told, source=self._ranks.ranks[0], group=self._ranks.group)
         if "error" in found:
             kind, message = found["error"]

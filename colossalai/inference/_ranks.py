@@ -238,6 +238,7 @@ class RanksExecutor(Executor):
         self._link.share(message)
         if not self._link.is_last:
             self._link.send(message, (), stage=1)
+            # `message` can be written again after it.
             self._link.wait()
 
 

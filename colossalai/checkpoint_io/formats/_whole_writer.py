@@ -164,6 +164,7 @@ def _send(tensor: ShardedTensor, box: Box, holders: Mapping[Box, tuple[int, ...]
         common = part.overlap(box)
         if common is not None and 0 not in ranks and global_rank() == ranks[0]:
             own = _in_host_memory(common.moved(part.offsets, sign=-1).of(tensor.shards[part]))
+            # Rank 0 receives parts in the order of `holders`, which is the same on all ranks.
             dist.send(flat_bytes(own), dst=0)
 
 

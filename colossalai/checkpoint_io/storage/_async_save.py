@@ -80,6 +80,7 @@ class BackgroundSave:
     def pass_by(self) -> None:
         """Raise the error of the save, if there is one; at the same call on all ranks."""
         if self._raising.reached():
+            # All ranks have agreed on this call, so all of them raise here.
             self.wait()
 
     def hurry(self) -> None:

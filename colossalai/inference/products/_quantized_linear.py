@@ -117,6 +117,7 @@ class QuantizedLinear(nn.Module):
         bias = None if self.summed_over is not None else self.bias
         made = functional.linear(rows, self.weight.dequantized(x.dtype), bias)
         if self.summed_over is not None:
+            # Sum of the partial products of the tensor-parallel ranks.
             made = all_reduce_in_place(made.contiguous(), self.summed_over)
             made = made if self.bias is None else made.add_(self.bias)
         if self.gathered_over is not None:

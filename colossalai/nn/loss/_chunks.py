@@ -238,6 +238,7 @@ def _in_chunks(
             wait = None
             if dx is not None:
                 rows_grad = logits @ own
+                # Sum over the ranks of the vocabulary, in flight during the product below.
                 wait = start_all_reduce(rows_grad, axis) if axis is not None else None
             if dw is not None:
                 _add_product(dw[:num_own], logits.t(), inputs)

@@ -70,6 +70,7 @@ def whole_norms(tensors: list[Tensor], params: list[Tensor]) -> Tensor:
         for groups, places in places_by_groups.items():
             squares = torch.stack([norms[place] for place in places]).square()
             for group in groups:
+                # Sum of squares along one axis; all ranks visit groups in the order of parameters.
                 dist.all_reduce(squares, group=group)
             result[places] = squares.sqrt()
     return result

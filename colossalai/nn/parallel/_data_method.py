@@ -208,6 +208,7 @@ def broadcast_from_first(module_or_tensors: nn.Module | Iterable[torch.Tensor], 
     for tensor in tensors:
         holders = gradient_sync(tensor, replicas).axis
         if holders.size > 1:
+            # From the first holder; every holder visits the tensors in the order of the module.
             dist.broadcast(tensor.detach(), src=holders.ranks[0], group=holders.group)
 
 

@@ -239,6 +239,7 @@ def _average(state: _DividedSum, bucket: dist.GradBucket) -> torch.futures.Futur
         means.scale(param, grad)
         means.note(param)
     flat = bucket.buffer().div_(state.sync.divisor)
+    # Sum over the holders of the bucket; DDP waits for the future at the end of the backward.
     work = dist.all_reduce(flat, group=state.sync.axis.group, async_op=True)
     assert work is not None
     summed: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])

@@ -177,6 +177,7 @@ class Channel:
             return
         token = torch.zeros(1, device=self.device)
         if self.rank == source:
+            # The first message of a pair connects it; both ends wait, so that pairs connect one by one.
             self.send([token], destination, lambda: self._describe_peer(destination), whole=True).wait()
         else:
             self.receive(
@@ -411,6 +412,7 @@ def _wait_for(transfers: Iterable[PendingSend | PendingReceive]) -> None:
     for transfer in transfers:
         try:
             for work in transfer.works:
+                # A send, too: its memory can be written again after it.
                 work.wait()
         except RuntimeError as error:
             raise _peer_error(error, transfer.blame) from error

@@ -105,6 +105,7 @@ def share_parameter(param: nn.Parameter, axis: Axis) -> None:
         raise ValueError(f"a parameter of shape {tuple(param.shape)} is shared already: share it once")
     with torch.no_grad():
         value = param.detach().contiguous()
+        # All stages that share it start from the values of the first.
         dist.broadcast(value, src=axis.ranks[0], group=axis.group)
         param.copy_(value)
     setattr(param, PIPELINE_SHARE, Share(axis, next(_numbers)))
@@ -144,6 +145,7 @@ def sync_shared_grads(params: Iterable[torch.Tensor]) -> None:
         if not param.requires_grad or _is_summed(share, param.grad):
             continue
         grad = torch.zeros_like(param) if param.grad is None else param.grad.contiguous()
+        # Sum over the stages that share it, which visit shared parameters in the order of their numbers.
         param.grad = all_reduce_in_place(grad, share.axis)
         share.summed = (TensorWeakRef(param.grad), param.grad._version)
 

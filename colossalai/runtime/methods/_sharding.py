@@ -144,6 +144,7 @@ class ModelShards(PlanMethod):
         if not self.cuts or self.pipeline is None:
             return self.cuts
         own = {name for name, part in job.model.named_modules() if not is_elsewhere(part)}
+        # Names of all stages, which raise together.
         refuse_unknown_names(self.cuts, own.union(*gather_values(own, job.mesh.group("pp"))))
         return {name: rule for name, rule in self.cuts.items() if name in own}
 

@@ -179,6 +179,7 @@ def _tied_names(model: nn.Module) -> Iterator[tuple[nn.Parameter, tuple[str, ...
 def _prefix_equal_names(model: nn.Module, axis: Axis) -> None:
     """Set a prefix for checkpoints if users' stages use one name for different parameters."""
     own = [name for name, _ in model.named_parameters()]
+    # All stages compare the same names, so all or none get a prefix.
     names: list[Sequence[str]] = gather_values(own, axis.group)
     if len({name for others in names for name in others}) < sum(map(len, names)):
         set_prefix(model, f"stage{axis.rank}.")

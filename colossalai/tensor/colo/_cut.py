@@ -125,6 +125,7 @@ def sliced(value: torch.Tensor, cut: TensorCut, own: TensorCut | None = None) ->
             f"{cut.axis.size} tensor-parallel ranks, which do not divide it: colossalai.tensor.pad_to pads it"
         )
     if own is not None and own.group == cut.group:
+        # Same ranks, another dimension: one all-to-all instead of an all-gather and a split.
         return all_to_all_forward_all_to_all_backward(value, cut.axis, split_dim=cut.dim, gather_dim=own.dim)
     return split_forward_gather_backward(whole(value, own), cut.axis, cut.dim)
 

@@ -170,6 +170,7 @@ def _dispatch(
     rows = _regrouped(rows, sizes)
     rows = compute(rows, counted.sum(0).tolist())
     rows = _regrouped(rows, [list(of_expert) for of_expert in zip(*sizes, strict=True)])
+    # Results return to the ranks of their tokens: the same all-to-all with the counts swapped.
     rows = exchange_forward_exchange_backward(rows, axis, num_sent=num_received, num_received=num_sent)
     return _added(rows, weights, slots)
 

@@ -83,6 +83,7 @@ def collector_of_stages(model: nn.Module, stages: Axis) -> LossCollector | None:
         stages: The ranks of the pipeline.
     """
     _announce_layers(model)
+    # A stage without such layers passes the losses of earlier ones on, so all stages decide alike.
     return LossCollector(model) if any(gather_values(MOE_CONTEXT.has_layers(model), stages.group)) else None
 
 

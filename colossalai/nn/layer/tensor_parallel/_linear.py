@@ -93,6 +93,7 @@ def _summed_in_chunks(x: torch.Tensor, w: torch.Tensor, axis: Axis, num_chunks: 
     parts, waits = [], []
     for columns in w.chunk(num_chunks, dim=1):
         parts.append(functional.linear(x, columns.t()))
+        # In flight while the next columns are multiplied.
         waits.append(start_all_reduce(parts[-1], axis))
     for wait in waits:  # in the order in which all ranks have begun them
         wait()
