@@ -57,7 +57,6 @@ class Saving:
 
         The loss scale and the random states are saved, too. Every rank writes its own part, so all of them
         must see the folder. Call it between two steps: gradients are not saved.
-        them must see the folder. Call it between two steps: gradients are not saved.
 
         Args:
             folder: The folder of the run's training states.

@@ -62,19 +62,19 @@ class StateExchange:
             for param, fragment in self._fragments.items()
             if fragment in optimizer.state
         }
-        slices: dict[int, State] = {}
-        for number, (param, fragment) in enumerate(self._fragments.items()):
-            state = dict(own.get(param, {}))
-            if param in masters:
-                state[STATE_KEY] = masters[param]
-            if state and fragment.numel() > 0:
-                slices[number] = state
-        everywhere = self._described(slices)
-        for number, param in enumerate(self._fragments):
-            descriptions = [everywhere[rank].get(number) for rank in self._axes[param].ranks]
-            if any(descriptions):
-                optimizer.state[param] = self._whole(param, slices.get(number, {}), descriptions)
         try:
+            slices: dict[int, State] = {}
+            for number, (param, fragment) in enumerate(self._fragments.items()):
+                state = dict(own.get(param, {}))
+                if param in masters:
+                    state[STATE_KEY] = masters[param]
+                if state and fragment.numel() > 0:
+                    slices[number] = state
+            everywhere = self._described(slices)
+            for number, param in enumerate(self._fragments):
+                descriptions = [everywhere[rank].get(number) for rank in self._axes[param].ranks]
+                if any(descriptions):
+                    optimizer.state[param] = self._whole(param, slices.get(number, {}), descriptions)
             yield
         finally:
             for param, fragment in self._fragments.items():

@@ -13,6 +13,7 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.core import global_context as gpc
+from colossalai.zero._states import StateExchange
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
@@ -121,6 +122,26 @@ def state_dicts(name: str, stage: int) -> None:
 @pytest.mark.parametrize(("name", "stage"), [("AdamW", 1), ("Adafactor", 1), ("ASGD", 2), further("SGD", 2)])
 def test_the_state_dict_is_that_of_one_process(name: str, stage: int) -> None:
     run_ranks(state_dicts, 2, name, stage)
+
+
+def fail_in_a_state_dict() -> None:
+    booster, model, optimizer = boosted("AdamW", 2)
+    train(booster, model, optimizer, range(1))
+    before = copy.deepcopy(optimizer.state_dict())
+
+    def failing(*_: object) -> dict[str, Tensor]:
+        raise MemoryError("no memory for a whole state")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(StateExchange, "_whole", failing)
+        with pytest.raises(MemoryError):
+            optimizer.state_dict()
+    torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+    gpc.destroy()
+
+
+def test_a_failed_state_dict_loses_no_state() -> None:
+    run_ranks(fail_in_a_state_dict, 2)
 
 
 def after_some_steps(stage: int) -> None:

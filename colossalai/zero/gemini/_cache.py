@@ -136,9 +136,7 @@ class ChunkCache:
         """
         if self._is_strict:
             self._check_fits(needed, func)
-        for chunk in needed:  # in the order of the arguments, which is that of the gathers on all ranks
-            self.fetch(chunk, needed)
-            chunk.num_uses += 1
+        self.hold(needed)
 
     def take_write(self, chunk: Chunk, name: str) -> None:
         """Copy a write into the whole of a chunk into its section; `gathered` does so at its end.
@@ -210,11 +208,17 @@ class ChunkCache:
             self._free(chunk)  # it can be the section itself, which moves
         self._place(chunk, home, states_home)
 
-    def hold(self, chunks: Sequence[Chunk]) -> None:
+    def hold(self, chunks: Collection[Chunk]) -> None:
         """Gather chunks, in this order, and pin them until `release`; collective."""
-        for chunk in chunks:
-            self.fetch(chunk, chunks)
-            chunk.num_uses += 1
+        num_pinned = 0
+        try:
+            for chunk in chunks:  # all ranks gather in this order, that of the arguments of a function
+                self.fetch(chunk, chunks)
+                chunk.num_uses += 1
+                num_pinned += 1
+        except BaseException:  # a failed gather, or Ctrl-C in one: the caller has nothing to release
+            self.release([*chunks][:num_pinned])
+            raise
 
     def release(self, chunks: Sequence[Chunk]) -> None:
         """Release the chunks that `hold` pinned."""

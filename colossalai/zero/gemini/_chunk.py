@@ -3,12 +3,21 @@
 [Note: life of a chunk]
 A rank always has its section of a chunk. The whole is gathered before a function uses one of its parameters
 (`hold`), and is pinned during the use (`num_uses`). It is freed when room is needed, when all gradients of a
-backward are complete, and after a step, as its values are out of date then; never while it is pinned. There
-is no other state. The tier of a chunk's section (device, host or disk) is independent of it, see `_tiers.py`.
+backward are complete, and after a step, as its values are out of date then; never while it is pinned.
+`ChunkState` follows from the presence of the whole and the number of uses, and is not stored:
+
+| state | the whole | legal moves |
+| --- | --- | --- |
+| FREE | is not present | it is gathered: HOLD |
+| HOLD | is present, no function uses it | a use: COMPUTE; it is freed: FREE |
+| COMPUTE | a function uses it | another use; the end of the last one: HOLD |
+
+The tier of a chunk's section (device, host or disk) is independent of it, see `_tiers.py`.
 """
 
 import time
 from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import NamedTuple, cast
 
 import torch
@@ -22,6 +31,14 @@ from colossalai.zero.gemini._packing import ChunkLayout
 from colossalai.zero.gemini._search import ChunkSizes, log_search, search_groups
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini.planning import Home
+
+
+class ChunkState(Enum):
+    """State of the gathered whole of a chunk; see [Note: life of a chunk]."""
+
+    FREE = "free"
+    HOLD = "hold"
+    COMPUTE = "compute"
 
 
 class Chunk:
@@ -77,6 +94,13 @@ class Chunk:
         self._mean_on_disk: torch.Tensor | None = None
         self.version = 0
         self.views: dict[int, torch.Tensor] = {}
+
+    @property
+    def state(self) -> ChunkState:
+        """State of the whole."""
+        if self.whole is None:
+            return ChunkState.FREE
+        return ChunkState.COMPUTE if self.num_uses > 0 else ChunkState.HOLD
 
     @property
     def num_bytes(self) -> int:
@@ -143,20 +167,18 @@ class Chunk:
 
     def hold(self, whole: torch.Tensor) -> None:
         """Take the gathered values."""
-        assert self.whole is None, f"{self}, and is gathered again"
+        assert self.state is ChunkState.FREE, f"{self}, and cannot be gathered"
         self.whole = whole
         self.version = whole._version
 
     def free(self) -> None:
         """Free the whole; its memory is returned with the last reference."""
-        assert self.whole is not None, f"{self}, and is freed"
-        assert self.num_uses == 0, f"{self}, and is freed"
+        assert self.state is ChunkState.HOLD, f"{self}, and cannot be freed"
         self.whole = None
         self.views.clear()
 
     def __str__(self) -> str:
-        state = "not present" if self.whole is None else f"present with {self.num_uses} uses"
-        return f"chunk {self.number} ({', '.join(self.names)}) is {state}"
+        return f"chunk {self.number} ({', '.join(self.names)}) is {self.state.value}"
 
     @property
     def is_written(self) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from colossalai.context import Mesh
 from colossalai.tensor import GradientSync
 from colossalai.zero._layout import FlatBucket
-from colossalai.zero.gemini._chunk import Chunk
+from colossalai.zero.gemini._chunk import Chunk, ChunkState
 from colossalai.zero.gemini._tiers import TierMemory
 
 pytestmark = pytest.mark.unit
@@ -26,21 +26,20 @@ def make_chunk() -> Chunk:
     )
 
 
-@pytest.mark.parametrize(("is_present", "num_uses"), [(False, 0), (True, 0), (True, 1), (True, 2)])
-@pytest.mark.parametrize("move", ["hold", "free"])
-def test_moves(move: str, is_present: bool, num_uses: int) -> None:
+@pytest.mark.parametrize(("num_uses", "state"), [(None, "free"), (0, "hold"), (1, "compute"), (2, "compute")])
+@pytest.mark.parametrize(("move", "legal_state"), [("gathered", "free"), ("freed", "hold")])
+def test_moves(move: str, legal_state: str, num_uses: int | None, state: str) -> None:
     chunk = make_chunk()
-    if is_present:
+    if num_uses is not None:
         chunk.hold(torch.zeros(8))
-    chunk.num_uses = num_uses
-    call = partial(chunk.hold, torch.zeros(8)) if move == "hold" else chunk.free
-    is_legal = not is_present if move == "hold" else is_present and num_uses == 0
-    if is_legal:
+        chunk.num_uses = num_uses
+    assert chunk.state is ChunkState(state)
+    call = partial(chunk.hold, torch.zeros(8)) if move == "gathered" else chunk.free
+    if state == legal_state:
         call()
-        assert (chunk.whole is not None) == (move == "hold")
+        assert chunk.state is (ChunkState.HOLD if move == "gathered" else ChunkState.FREE)
         return
-    state = f"present with {num_uses} uses" if is_present else "not present"
-    with pytest.raises(AssertionError, match=f"chunk 5 .*a.weight.* is {state}, and is "):
+    with pytest.raises(AssertionError, match=f"chunk 5 .*a.weight.* is {state}, and cannot be {move}"):
         call()
 
 

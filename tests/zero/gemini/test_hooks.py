@@ -246,6 +246,34 @@ def test_writes_in_a_forward_are_kept_or_refused(kind: str, num_ranks: int) -> N
             assert text == "" if num_ranks == 1 else "embedding.weight was written in a forward" in text
 
 
+def fail_in_a_gather() -> tuple[list[int], bool]:
+    """Fail in the gather of a function's second chunk; return the pins, and whether the net then runs."""
+    colossalai.launch_from_torch({}, verbose=False)
+    net = nn.Linear(16, 16).double()
+    twin = copy.deepcopy(net)
+    cache = put(net, 256).cache
+    x, gather, numbers = torch.ones(2, 16, dtype=torch.float64), cache._gather, []
+
+    def failing(chunk: Any) -> torch.Tensor:
+        numbers.append(chunk.number)
+        if len(numbers) == 2:
+            raise MemoryError("no memory for a gather")
+        return gather(chunk)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cache, "_gather", failing)
+        with pytest.raises(MemoryError):
+            net(x)
+    pins = [chunk.num_uses for chunk in cache.chunks]
+    is_same = torch.equal(net(x), twin(x))
+    gpc.destroy()
+    return pins, is_same
+
+
+def test_a_failed_gather_leaves_no_pins() -> None:
+    assert run_ranks(fail_in_a_gather, 2) == [([0, 0], True)] * 2
+
+
 class Modules(nn.Module):
     """Modules that take several weights at once, or in ways of their own."""
 
