@@ -262,7 +262,7 @@ def test_a_mistake_is_said_in_plain_words(args, message):
 
 @pytest.mark.unit
 def test_a_config_that_is_none_is_refused(tmp_path):
-    for text, message in {"{": "is no config.json", '{"a": 1}': "is no config.json"}.items():
+    for text, message in {"{": "is not a config.json", '{"a": 1}': "is not a config.json"}.items():
         (tmp_path / "config.json").write_text(text)
         result = invoke("--model", str(tmp_path / "config.json"))
         assert (result.exit_code, message in " ".join(result.output.split())) == (2, True), result.output

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from colossalai.checkpoint_io._model import model_state
-from colossalai.checkpoint_io._optimizer_state import parameter_names
+from colossalai.checkpoint_io._state import parameter_names
 from colossalai.pipeline.stages._chunks import ChunkList
 from colossalai.pipeline.stages._layer_list import cut_sequential
 
