@@ -14,6 +14,8 @@ from colossalai.booster import Booster
 from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
+from colossalai.zero import _bucket_grads
+from colossalai.zero._layout import FlatBucket
 from colossalai.zero._placeholder import GradPlaceholder
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -172,3 +174,35 @@ def test_bytes_sent(num_ranks: int, stage: int, num_microbatches: int) -> None:
         assert marks == 2 * share * 8  # one byte for each of 8 parameters
         assert quiet <= (rounds - 1) * share
         assert (quiet == 0) == (rounds == 1)
+
+
+def buckets_in_sendable_memory() -> tuple[int, int]:
+    """Return the number of flat gradients, and of those from `empty_to_send`, in a backward under ZeRO 2."""
+    colossalai.launch_from_torch({}, verbose=False)
+    model = build()
+    flats, allocated, allocate, views_of = set(), set(), _bucket_grads.empty_to_send, FlatBucket.views
+
+    def recorded(*args, **kwargs):
+        flat = allocate(*args, **kwargs)
+        allocated.add(flat.data_ptr())
+        return flat
+
+    def views(bucket, flat):
+        flats.add(flat.data_ptr())
+        return views_of(bucket, flat)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_bucket_grads, "empty_to_send", recorded)
+        booster = Booster(plugin=LowLevelZeroPlugin(stage=2, precision="fp32"))
+        model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        patch.setattr(FlatBucket, "views", views)  # of gradients from here on, not of parameters
+        booster.backward(model(torch.ones(2, WIDTH)).sum(), optimizer)
+    gpc.destroy()
+    return len(flats), len(flats & allocated)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_gradients_are_in_memory_that_others_can_read(num_ranks: int) -> None:
+    for num_flats, num_allocated in run_ranks(buckets_in_sendable_memory, num_ranks):
+        assert num_flats > 0
+        assert num_allocated == (0 if num_ranks == 1 else num_flats)  # one rank sends nothing

@@ -168,6 +168,7 @@ def written_weights() -> None:
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(0.5)
+    assert all((master == 0.5).all() for master in optimizer.state_dict()["masters"].values())
     for group in optimizer.param_groups:
         group["lr"] = 0.0
         group["weight_decay"] = 0.0

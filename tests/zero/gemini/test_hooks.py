@@ -274,6 +274,24 @@ def test_a_failed_gather_leaves_no_pins() -> None:
     assert run_ranks(fail_in_a_gather, 2) == [([0, 0], True)] * 2
 
 
+def num_writes_in_training() -> int:
+    """Return the number of writes of a user that chunks have noted in three steps without any."""
+    colossalai.launch_from_torch({}, verbose=False)
+    net, _ = twins("none")
+    applied = put(net, CHUNK)
+    step = trained(net, applied, partial(torch.optim.SGD, lr=0.1))
+    for _ in range(STEPS):
+        step(part_of(batch(dist.get_world_size()), dist.get_rank()))
+    num_writes = sum(chunk.num_writes + chunk.is_written for chunk in applied.cache.chunks)
+    gpc.destroy()
+    return num_writes
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_an_update_of_an_optimizer_is_not_a_write_of_the_user(num_ranks: int) -> None:
+    assert run_ranks(num_writes_in_training, num_ranks) == [0] * num_ranks
+
+
 class Modules(nn.Module):
     """Modules that take several weights at once, or in ways of their own."""
 
