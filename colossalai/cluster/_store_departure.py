@@ -14,31 +14,17 @@ not issue has to get a closed connection, not silence.
 """
 
 import sys
-import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from colossalai._clock import Clock
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import PeerProcess
 
 _GROUPS_S = 5.0  # for ranks that are about to end, too; after it the groups of rank 0 go
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.002, 0.1
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Time, as an argument.
-
-    Attributes:
-        now: Returns seconds, monotonic.
-        sleep: Waits for a number of seconds.
-    """
-
-    now: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], object] = time.sleep
 
 
 # See [Note: departure of the store's rank].

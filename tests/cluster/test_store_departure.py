@@ -17,29 +17,19 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
+from colossalai._clock import Clock
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
-from colossalai.cluster._store_departure import Clock, StoreDeparture
+from colossalai.cluster._store_departure import StoreDeparture
 from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.monitor import PeerProcess
 from colossalai.zero.gemini import _positions
+from tests.harness.clocks import FakeClock
 from tests.ranks import ROOT, run_ranks
 from tests.tiers import further
 
 WORLD_SIZE = 4
-
-
-class FakeClock:
-    """A clock that goes on when somebody sleeps."""
-
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.clock = Clock(now=lambda: self.seconds, sleep=self.sleep)
-
-    def sleep(self, seconds: float) -> None:
-        """Let time pass."""
-        self.seconds += seconds
 
 
 def departures(clock: FakeClock) -> list[StoreDeparture]:

@@ -5,6 +5,7 @@ ROOT = "colossalai"
 FLOORS = {
     # 0: the ground
     "_aliases": 0,
+    "_clock": 0,
     "_lazy": 0,
     "_not_landed": 0,
     "_version": 0,
