@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from colossalai._clock import Clock
 from colossalai.cluster import StoreDeparture
 from colossalai.monitor import Watchdog
 
@@ -124,6 +125,7 @@ class Process:
         departure: Departure from the store of the job; None outside of a job.
         experts: Losses of layers with experts, by forward.
         num_launches: Number of launches so far. It distinguishes launches in a store that outlives them.
+        clock: The clock of its waits for other ranks.
     """
 
     random: RandomStates = field(default_factory=RandomStates)
@@ -132,6 +134,7 @@ class Process:
     departure: StoreDeparture | None = None
     experts: ExpertForwards = field(default_factory=ExpertForwards)
     num_launches: int = 0
+    clock: Clock = field(default_factory=Clock)
 
 
 process = Process()

@@ -93,11 +93,13 @@ def start_watching(
         stack.enter_context(matmul_of_job(config.get("matmul"), store, **place, verbose=verbose))
         if is_debugging(config) and world_size > 1:
             timeout = _DEBUG_SHARE * (limit if options is None else options.timeout)
-            check = CollectiveCheck(store, rank=rank, timeout=timeout, axis_of=axis_of)
+            check = CollectiveCheck(store, rank=rank, timeout=timeout, axis_of=axis_of, clock=process.clock)
             stack.enter_context(check.checking())
         watchdog = None
         if options is not None:
-            watchdog = Watchdog(options, store, rank=rank, world_size=world_size, axis_of=axis_of)
+            watchdog = Watchdog(
+                options, store, rank=rank, world_size=world_size, axis_of=axis_of, clock=process.clock
+            )
             watchdog.start()
         process.watching.append((watchdog, stack.pop_all()))
     atexit.unregister(stop_watching)

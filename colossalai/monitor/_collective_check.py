@@ -23,6 +23,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from colossalai._clock import Clock
 from colossalai.monitor._calls import (
     AxisOf,
     DisagreementError,
@@ -85,10 +86,13 @@ class CollectiveCheck:
         rank: Global rank of this process.
         timeout: Seconds to wait for the other ranks of a collective.
         axis_of: Returns the name of the mesh axis along some ranks.
+        clock: The clock of the wait for other ranks.
     """
 
-    def __init__(self, store: dist.Store, *, rank: int, timeout: float, axis_of: AxisOf) -> None:
-        self._store = DeadlineStore("debug", store, timeout=_STORE_S)
+    def __init__(
+        self, store: dist.Store, *, rank: int, timeout: float, axis_of: AxisOf, clock: Clock
+    ) -> None:
+        self._store = DeadlineStore("debug", store, timeout=_STORE_S, clock=clock)
         self._messages = MessageCheck(self._store, rank=rank, timeout=timeout, axis_of=axis_of)
         self._rank = rank
         self._timeout = timeout

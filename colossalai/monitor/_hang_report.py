@@ -129,8 +129,10 @@ def _write(text: str, folder: str) -> Path | None:
     path = Path(folder, f"hang-{datetime.now():%Y%m%d-%H%M%S}-{secrets.token_hex(4)}.txt")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("x") as file:  # with the rights that the user's umask gives
+        part = path.with_suffix(".part")  # so that readers of the folder never see an incomplete report
+        with part.open("x") as file:  # with the rights that the user's umask gives
             file.write(text)
+        part.rename(path)
     except OSError:
         return None
     return path.resolve()

@@ -13,13 +13,15 @@ import re
 import signal
 import socket
 import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
+from colossalai._clock import Clock
+
 STACK_SIGNAL = signal.SIGRTMIN + 7
 _STACK_S = 0.4  # for writing the stacks
+_POLL_S = 0.05
 DIED = "has died"
 
 
@@ -97,14 +99,25 @@ class RankProcess(PeerProcess):
     stack_file: int
     signature_file: int
 
-    def dump_stacks(self) -> str:
-        """Have it write its stacks, without its help; empty where it cannot be done."""
+    def dump_stacks(self, clock: Clock) -> str:
+        """Have it write its stacks, without its help; empty where it cannot be done.
+
+        Args:
+            clock: The clock of the wait for them.
+        """
         if self.stack_file < 0:
             return ""
+        file = Path(f"/proc/{self.pid}/fd/{self.stack_file}")
         try:
+            before = stacks = file.read_text(errors="replace")
             os.kill(self.pid, STACK_SIGNAL)
-            time.sleep(_STACK_S)
-            return Path(f"/proc/{self.pid}/fd/{self.stack_file}").read_text(errors="replace")
+            deadline = clock.now() + _STACK_S
+            while clock.now() < deadline:
+                clock.sleep(_POLL_S)
+                last, stacks = stacks, file.read_text(errors="replace")
+                if stacks == last != before:  # it is complete if it does not grow any more
+                    break
+            return stacks
         except OSError:
             return ""
 

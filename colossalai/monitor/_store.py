@@ -18,9 +18,12 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from colossalai._clock import Clock
+
 T = TypeVar("T")
 
 _JOIN_S = 1.0
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02  # between two checks for keys that are missing
 _Request = tuple[Callable[[], Any], "Future[Any]"]
 
 
@@ -34,16 +37,18 @@ class DeadlineStore:
     Args:
         prefix: The name of the part.
         store: The store of the ranks.
-        timeout: Seconds after which a call gives up.
+        timeout: Seconds after which a call gives up, but for `wait`.
+        clock: The clock of `wait`.
 
     Attributes:
         launcher: Address of the launcher that serves the store: "127.0.0.1:29500"; empty if rank 0 does.
     """
 
-    def __init__(self, prefix: str, store: dist.Store, *, timeout: float) -> None:
+    def __init__(self, prefix: str, store: dist.Store, *, timeout: float, clock: Clock) -> None:
         self._store = dist.PrefixStore(prefix, store.clone())  # type: ignore[attr-defined]
         self._store.set_timeout(timedelta(seconds=timeout))
         self._timeout = timeout
+        self._clock = clock
         self.launcher = _launcher_of(store)
         self._lock = threading.Lock()
         self._requests: queue.SimpleQueue[_Request | None] = queue.SimpleQueue()
@@ -79,7 +84,12 @@ class DeadlineStore:
         Raises:
             DistError: A key is missing after `seconds`.
         """
-        self._request(lambda: self._store.wait(keys, timedelta(seconds=seconds)), extra=seconds)
+        deadline, pause = self._clock.now() + seconds, _FIRST_PAUSE_S
+        while not self.check(*keys):  # torch's own wait writes warnings when its time is up
+            if self._clock.now() >= deadline:
+                raise dist.DistStoreError(f"keys are missing after {seconds:g} s: {', '.join(keys)}")
+            self._clock.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def delete(self, *keys: str) -> None:
         """Delete keys that may be there."""
@@ -92,7 +102,7 @@ class DeadlineStore:
             self._thread.join(_JOIN_S)
         del self._store
 
-    def _request(self, call: Callable[[], T], *, extra: float = 0.0) -> T:
+    def _request(self, call: Callable[[], T]) -> T:
         """Make a call, and wait for it.
 
         Raises:
@@ -105,7 +115,7 @@ class DeadlineStore:
             self._last = answer
             self._requests.put((call, answer))
             try:
-                return answer.result(self._timeout + extra)
+                return answer.result(self._timeout)
             except TimeoutError:
                 raise SilentStoreError(f"it has not answered for {self._timeout:g} s") from None
 

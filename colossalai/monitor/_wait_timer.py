@@ -8,6 +8,7 @@ distance counts: a rank that was not running has not been waiting.
 import time
 from dataclasses import dataclass
 
+from colossalai._clock import Clock
 from colossalai.monitor._flight_recorder import progress
 from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import innermost_sections, is_wait_expected, meeting, meetings
@@ -17,6 +18,7 @@ from colossalai.monitor._sections import innermost_sections, is_wait_expected, m
 class _Wait:
     mark: object  # as long as this is the same, nothing has moved
     seconds: float = 0.0
+    seconds_at_notice: float = 0.0  # when reports of all ranks were last requested
 
 
 class WaitTimer:
@@ -25,18 +27,19 @@ class WaitTimer:
     Args:
         record: Its messages.
         watches_sections: Whether sections without a wait for other ranks count, too.
+        clock: The clock of the looks.
     """
 
-    def __init__(self, record: MessageRecord, *, watches_sections: bool) -> None:
+    def __init__(self, record: MessageRecord, *, watches_sections: bool, clock: Clock) -> None:
         self._record = record
         self._watches_sections = watches_sections
-        self._last_update = time.monotonic()
+        self._clock = clock
+        self._last_update = clock.now()
         self._at_start = progress()  # collectives of an earlier job in this process
         self._waits: dict[str, _Wait] = {}
         self._forgiven: dict[str, object] = {}
         self._noticed: dict[str, object] = {}
         self._steps: set[str] = set()  # names of sections without a wait for other ranks
-        self._last_notice = self._last_update  # when reports of all ranks were last requested
 
     def look(self, poll_s: float) -> None:
         """Update the times from the present calls and sections.
@@ -44,7 +47,7 @@ class WaitTimer:
         Args:
             poll_s: Planned seconds between two looks.
         """
-        now = time.monotonic()
+        now = self._clock.now()
         elapsed = min(now - self._last_update, 2 * poll_s)  # see [Note: excluded time]
         self._last_update = now
         waits = {}
@@ -55,6 +58,10 @@ class WaitTimer:
             else:
                 wait.seconds += elapsed
             waits[name] = wait
+        for thread, item in meetings().items():  # their patience is short, and a look may be late
+            wait = waits.get(_name(item))
+            if wait is not None and not wait.seconds and wait.mark == (thread, item.number):
+                wait.seconds = min(time.monotonic() - item.start, elapsed)
         self._waits = waits
 
     def overdue(self, timeout: float) -> str:
@@ -74,11 +81,11 @@ class WaitTimer:
 
     def is_impatient(self) -> bool:
         """Return whether a meeting's patience is over since the last reports of the others."""
-        now = time.monotonic()
         return any(
             item.patience is not None
-            and now - max(item.start, self._last_notice) > item.patience
-            and self._forgiven.get(_name(item)) != (thread, item.number)
+            and (wait := self._waits.get(_name(item))) is not None
+            and wait.mark == (thread, item.number) != self._forgiven.get(_name(item))
+            and wait.seconds - wait.seconds_at_notice > item.patience
             for thread, item in meetings().items()
         )
 
@@ -89,7 +96,8 @@ class WaitTimer:
     def mark_noticed(self) -> None:
         """Exclude the present waits from further notices."""
         self._noticed = self._pending()
-        self._last_notice = time.monotonic()
+        for wait in self._waits.values():
+            wait.seconds_at_notice = wait.seconds
 
     def _pending(self) -> dict[str, object]:
         return {name: wait.mark for name, wait in self._waits.items()}

@@ -35,6 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from colossalai._clock import Clock
 from colossalai.monitor._calls import AxisOf, CallRecord
 from colossalai.monitor._diagnosis import DepartedRank, Diagnosis, deadlock, diagnose
 from colossalai.monitor._flight_recorder import prepare_recorder
@@ -87,20 +88,29 @@ class Watchdog:
         rank: Global rank of this process.
         world_size: Number of ranks.
         axis_of: Returns the name of the mesh axis along some ranks.
+        clock: The clock of its looks and of the deadlines of an alarm.
 
     Attributes:
         has_shown_error: Whether it has shown why this process ends.
     """
 
     def __init__(
-        self, options: WatchdogOptions, store: dist.Store, *, rank: int, world_size: int, axis_of: AxisOf
+        self,
+        options: WatchdogOptions,
+        store: dist.Store,
+        *,
+        rank: int,
+        world_size: int,
+        axis_of: AxisOf,
+        clock: Clock,
     ) -> None:
         self._options = options
+        self._clock = clock
         self._rank = rank
         self._world_size = world_size
         self._axis_of = axis_of
         self._store_s = min(max(options.timeout, _LEAST_STORE_S), _MOST_STORE_S)
-        self._store = DeadlineStore("watchdog", store, timeout=self._store_s)
+        self._store = DeadlineStore("watchdog", store, timeout=self._store_s, clock=clock)
         self._all_processes: dict[int, RankProcess] = {}  # all processes, once all are in the store
         self._signatures = SignatureRecord()
         self._neighbor_signatures = NeighborSignatures()
@@ -115,7 +125,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
         prepare_recorder()
         clear_meetings()
-        self._timer = WaitTimer(self._record, watches_sections=options.watches_steps)
+        self._timer = WaitTimer(self._record, watches_sections=options.watches_steps, clock=clock)
         self._process = register_this_process(self._signatures.descriptor)
 
     def start(self) -> None:
@@ -149,10 +159,10 @@ class Watchdog:
 
     def find_ended_ranks(self) -> list[str]:
         """Name the ranks that have ended or are stopped, as far as this rank can see within a second."""
-        patience = time.monotonic() + _END_S
+        patience = self._clock.now() + _END_S
         try:
-            while not (lines := self._ended_rank_lines()) and time.monotonic() < patience:
-                time.sleep(_POLL_S)
+            while not (lines := self._ended_rank_lines()) and self._clock.now() < patience:
+                self._clock.sleep(_POLL_S)
         except dist.DistError as error:
             absent, lines = self._states_without_store(error)
             lines += [f"rank {rank} {how}" for rank, how in absent.items()]
@@ -169,8 +179,8 @@ class Watchdog:
             own = {rank: list(map(asdict, calls)) for rank, calls in found.items()}
             self._store.set(f"signatures/{self._rank}", json.dumps(own))
             others = [rank for rank in range(self._world_size) if rank not in found]
-            patience = time.monotonic() + _END_S
-            while others and time.monotonic() < patience:
+            patience = self._clock.now() + _END_S
+            while others and self._clock.now() < patience:
                 for text in filter(None, [self._store.text(f"signatures/{rank}") for rank in others]):
                     noted = {
                         int(rank): list(map(CallRecord.from_plain, calls))
@@ -178,7 +188,7 @@ class Watchdog:
                     }
                     found = {**noted, **found}
                 others = [rank for rank in others if rank not in found]
-                time.sleep(_POLL_S if others else 0.0)
+                self._clock.sleep(_POLL_S if others else 0.0)
         return next((line for _, line in disagreements(found, self._axis_of)), "")
 
     def _ended_rank_lines(self) -> list[str]:
@@ -193,7 +203,7 @@ class Watchdog:
 
     def _run(self) -> None:
         pause = _FIRST_POLL_S
-        while not self._stop.wait(pause):
+        while not self._clock.wait(self._stop, pause):
             pause = min(self._options.poll_s, 2 * pause)  # short at first, for the locations of the others
             try:
                 self._poll()
@@ -249,9 +259,9 @@ class Watchdog:
 
     def _report_and_wait(self, number: str, overdue: str) -> dict[str, Any]:
         """Report the activity of this rank, and return the diagnosis."""
-        deadline = time.monotonic() + self._options.grace_s
+        deadline = self._clock.now() + self._options.grace_s
         self._report(number, overdue, deadline=deadline)
-        patience = time.monotonic() + self._options.grace_s + _DIAGNOSIS_S
+        patience = self._clock.now() + self._options.grace_s + _DIAGNOSIS_S
         if not self._wait_for_key(
             f"diagnosis/{number}", number, deadline=patience
         ):  # the rank that makes it has died
@@ -287,11 +297,11 @@ class Watchdog:
 
     def _wait_for_key(self, key: str, number: str, *, deadline: float) -> bool:
         """Wait for a key, writing stacks for silent neighbors meanwhile; the end of the job ends a notice."""
-        while not (is_there := self._store.check(key)) and time.monotonic() < deadline:
+        while not (is_there := self._store.check(key)) and self._clock.now() < deadline:
             if self._stop.is_set() and number.startswith("notice"):
                 break
             self._dump_silent_neighbors(number)
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
         return is_there
 
     def _conclude_if_lowest(self, number: str, *, deadline: float) -> None:
@@ -313,8 +323,7 @@ class Watchdog:
         known = {rank for report in reports.values() for rank in report.gone}
         if set(silent) - known:
             self._dump_silent_neighbors(number)
-            time.sleep(_STACKS_S)
-            stacks = {rank: self._store.text(f"stacks/{number}/{rank}") for rank in silent}
+            stacks = self._wait_for_stacks(number, silent)
         absent = {rank: self._state_of(rank, reports, stacks.get(rank, "")) for rank in silent}
         is_notice = number.startswith("notice")
         stuck = deadlock(reports, self._departed_ranks(absent, reports)) if is_notice else None
@@ -351,9 +360,9 @@ class Watchdog:
                 if text or self._store.text(f"left/{rank}"):
                     missing.discard(rank)
             gone = {rank for report in reports.values() for rank in report.gone}
-            if missing <= gone or time.monotonic() > deadline:
+            if missing <= gone or self._clock.now() > deadline:
                 break
-            time.sleep(_POLL_S)
+            self._clock.sleep(_POLL_S)
         return reports
 
     def _state_of(self, rank: int, reports: dict[int, RankReport], stacks: str) -> str:
@@ -387,7 +396,15 @@ class Watchdog:
         for rank, process in self._neighbors(self._processes()).items() if silent else ():
             key = f"stacks/{number}/{rank}"
             if rank in silent and not process.problem() and self._store.add(f"{key}/taken", 1) == 1:
-                self._store.set(key, process.dump_stacks())
+                self._store.set(key, process.dump_stacks(self._clock))
+
+    def _wait_for_stacks(self, number: str, silent: Sequence[int]) -> dict[int, str]:
+        """Return the stacks of silent ranks, empty for those of which no neighbor has written any in time."""
+        keys = [f"stacks/{number}/{rank}" for rank in silent]
+        deadline = self._clock.now() + _STACKS_S
+        while not self._store.check(*keys) and self._clock.now() < deadline:
+            self._clock.sleep(_POLL_S)
+        return {rank: self._store.text(key) for rank, key in zip(silent, keys, strict=True)}
 
     def _write_report(
         self, diagnosis: Diagnosis, reports: dict[int, RankReport], stacks: dict[int, str]
@@ -410,7 +427,7 @@ class Watchdog:
         speakers, blamed = diagnosis["speakers"], diagnosis["blamed"]
         if self._rank not in blamed and set(blamed) & set(speakers):
             self._wait_for_errors(number, [rank for rank in speakers if rank in blamed])
-            time.sleep(_LATER_S)
+            self._clock.sleep(_LATER_S)
         self._show_error(diagnosis["lines"])
         try:
             self._store.set(f"spoken/{number}/{self._rank}", "1")
@@ -421,10 +438,10 @@ class Watchdog:
     def _wait_for_errors(self, number: str, ranks: list[int]) -> None:
         """Wait until other ranks have shown why they end, for a few seconds."""
         keys = [f"spoken/{number}/{rank}" for rank in ranks]
-        patience = time.monotonic() + _ERRORS_S
+        patience = self._clock.now() + _ERRORS_S
         with suppress(dist.DistError):  # the store has ended, with rank 0
-            while keys and not self._store.check(*keys) and time.monotonic() < patience:
-                time.sleep(_POLL_S)
+            while keys and not self._store.check(*keys) and self._clock.now() < patience:
+                self._clock.sleep(_POLL_S)
 
     def _show_error(self, lines: Sequence[str]) -> None:
         """Show why this process ends."""

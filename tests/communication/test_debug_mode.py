@@ -1,7 +1,5 @@
 """Debug mode: ranks that would enter different collectives get an error with the values of each."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,7 +7,10 @@ import torch.distributed as dist
 import colossalai
 from colossalai.communication import all_gather, all_reduce, broadcast
 from colossalai.context import ParallelMode
+from colossalai.context._process import process
 from colossalai.core import global_context as gpc
+from tests.harness.clocks import clock_of_file
+from tests.monitor.hanging import wait_for
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -58,18 +59,23 @@ def test_all_ranks_get_the_differing_values():
     assert first["works on"] == [2.0, 2.0]
 
 
-def one_does_not_come():
-    colossalai.launch_from_torch({**CONFIG, "watchdog": {"timeout": 1.0, "action": "report"}}, verbose=False)
+def one_does_not_come(folder):
+    process.clock = clock_of_file(folder / "late")
+    options = {"timeout": 100.0, "action": "report"}
+    colossalai.launch_from_torch({**CONFIG, "watchdog": options}, verbose=False)
     all_reduce(torch.ones(3), TP)
     if gpc.get_global_rank() == 0:
-        return _error(lambda: all_reduce(torch.ones(4), TP))
-    time.sleep(1.0)
+        error = _error(lambda: all_reduce(torch.ones(4), TP))
+        (folder / "done").touch()
+        return error
+    (folder / "late").touch()
+    wait_for((folder / "done").exists)
     return None
 
 
-def test_who_does_not_come_is_named_with_where_it_was_last():
-    error, _ = run_ranks(one_does_not_come, 2)
-    assert "all_reduce of (4,) #2 of axis tp: after 0.8 s ranks [1] have not come to it" in error
+def test_who_does_not_come_is_named_with_where_it_was_last(tmp_path):
+    error, _ = run_ranks(one_does_not_come, 2, tmp_path)
+    assert "all_reduce of (4,) #2 of axis tp: after 80 s ranks [1] have not come to it" in error
     assert "rank 1 was last in all_reduce of (3,) #1 of axis tp" in error
 
 

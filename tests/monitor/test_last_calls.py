@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from colossalai._clock import Clock
 from colossalai.monitor import _last_calls
 from colossalai.monitor._calls import CallRecord
 from colossalai.monitor._collective_check import CollectiveCheck
@@ -86,7 +87,7 @@ def test_afterwards_everything_is_as_it_was(record):
     kinds = (dist.ProcessGroup, dist.Work)
     before = [dict(vars(kind)) for kind in kinds]
     noting, messages = SignatureRecord(), MessageRecord()
-    check = CollectiveCheck(dist.HashStore(), rank=0, timeout=1.0, axis_of=lambda ranks: None)
+    check = CollectiveCheck(dist.HashStore(), rank=0, timeout=1.0, axis_of=lambda ranks: None, clock=Clock())
     with noting.recording(), messages.recording(), check.checking():
         assert vars(dist.ProcessGroup)["send"] is not before[0]["send"]
     noting.close()

@@ -1,23 +1,21 @@
 """Debug mode compares sends with their receives, whoever comes first, and names one that does not come."""
 
-import time
-
 import pytest
 import torch
 import torch.distributed as dist
 
 import colossalai
+from colossalai.context._process import process
 from colossalai.core import global_context as gpc
-from tests.monitor.hanging import meet
+from tests.harness.clocks import clock_of_file
+from tests.monitor.hanging import meet, wait_for
 from tests.ranks import run_ranks
 from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
-LATE_S = 0.3
 
-
-def _launch(timeout=20.0):
+def _launch(timeout=900.0):
     config = {"debug": True, "watchdog": {"timeout": timeout, "action": "report"}}
     colossalai.launch_from_torch(config, verbose=False)
     meet()
@@ -32,9 +30,9 @@ def _error(call):
     return ""
 
 
-def _late(rank, late, call):
-    time.sleep(LATE_S if rank == late else 0.0)
-    return _error(call)
+def _wait_for_other_half(tag):
+    """Wait until the other rank has come to a message with this tag between the two."""
+    wait_for(lambda: any(f"/{tag}/" in key.partition(">")[2] for key in _keys_of_messages()))
 
 
 def differ_in_one_thing():
@@ -43,9 +41,9 @@ def differ_in_one_thing():
     found = []
     for late in (0, 1):
         tensor = torch.ones(2, 3 + rank)
-        found.append(
-            _late(rank, late, lambda t=tensor, tag=late: (dist.send, dist.recv)[rank](t, 1 - rank, tag=tag))
-        )
+        if rank == late:
+            _wait_for_other_half(late)
+        found.append(_error(lambda t=tensor, tag=late: (dist.send, dist.recv)[rank](t, 1 - rank, tag=tag)))
     tensor = torch.ones(3, dtype=(torch.float32, torch.int32)[rank])
     found.append(_error(lambda: (dist.send, dist.recv)[rank](tensor, 1 - rank, tag=2)))
     dist.barrier()
@@ -64,25 +62,29 @@ def test_both_ends_of_a_message_get_the_differing_values():
     )
 
 
-def has_no_partner(sends):
-    rank = _launch(timeout=1.0)
+def has_no_partner(folder, sends):
+    process.clock = clock_of_file(folder / "late")
+    rank = _launch(timeout=100.0)
     data = torch.zeros(3)
     dist.barrier()
     if rank == 1:
-        time.sleep(1.0)
+        _wait_for_other_half(5)
+        (folder / "late").touch()
+        wait_for((folder / "done").exists)
         return ""
-    return _error(lambda: dist.send(data, 1, tag=5) if sends else dist.recv(data, 1, tag=5))
+    error = _error(lambda: dist.send(data, 1, tag=5) if sends else dist.recv(data, 1, tag=5))
+    (folder / "done").touch()
+    return error
 
 
 @pytest.mark.parametrize(
     ("sends", "op", "way", "verb"), [further(False, "recv", "from", "sent"), (True, "send", "to", "received")]
 )
-def test_a_message_without_its_other_half_is_named(sends, op, way, verb):
-    error, _ = run_ranks(has_no_partner, 2, sends)
+def test_a_message_without_its_other_half_is_named(tmp_path, sends, op, way, verb):
+    error, _ = run_ranks(has_no_partner, 2, tmp_path, sends)
     lines = error.splitlines()
     assert (
-        lines[0]
-        == f"{op} of (3,) #1 with tag 5 {way} rank 1 of axis dp: after 0.8 s rank 1 has not {verb} it"
+        lines[0] == f"{op} of (3,) #1 with tag 5 {way} rank 1 of axis dp: after 80 s rank 1 has not {verb} it"
     )
     assert lines[1].startswith("  rank 1 was last in barrier #1 of axis dp, at test_message_check.py:")
     assert lines[2].startswith("  rank 0 waits for it, issued at test_message_check.py:")

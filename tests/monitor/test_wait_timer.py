@@ -2,6 +2,7 @@
 
 import pytest
 
+from colossalai._clock import Clock
 from colossalai.monitor import _wait_timer
 from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import expected_wait, innermost_sections, meeting, section
@@ -19,8 +20,11 @@ class World:
         self.now = 0.0
         self.status = {"0/0": (5, 5)}
         monkeypatch.setattr(_wait_timer, "progress", lambda: dict(self.status))
-        monkeypatch.setattr(_wait_timer.time, "monotonic", lambda: self.now)
-        self.watch = WaitTimer(MessageRecord(), watches_sections=False)
+        self.watch = self.timer()
+
+    def timer(self, *, watches_sections=False):
+        clock = Clock(now=lambda: self.now)
+        return WaitTimer(MessageRecord(), watches_sections=watches_sections, clock=clock)
 
     def looks(self, count, *, every=LOOK_S):
         found = []
@@ -78,7 +82,7 @@ def test_a_notice_is_asked_for_once_and_does_not_keep_the_report_back(world):
 
 
 def test_a_long_step_asks_for_no_notice_and_a_wait_for_a_file_server_does(monkeypatch, world):
-    world.watch = WaitTimer(MessageRecord(), watches_sections=True)
+    world.watch = world.timer(watches_sections=True)
     with section("the forward"):
         assert world.looks(5)[-1]
         assert not world.watch.slow(2.0)
@@ -97,7 +101,7 @@ def test_an_expected_wait_asks_for_no_notice_and_is_reported_when_overdue(world)
 
 def test_what_an_earlier_job_left_pending_does_not_count(monkeypatch, world):
     world.status = {"0/0": (6, 5)}
-    world.watch = WaitTimer(MessageRecord(), watches_sections=False)
+    world.watch = world.timer()
     assert not any(world.looks(6))
 
 

@@ -3,14 +3,12 @@
 Where a job can go on, it does (action "report"): the ranks come from the pool then, which takes no time.
 """
 
-import ctypes
 import os
 import re
 import signal
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 import torch
@@ -26,12 +24,18 @@ from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import name_modules, section
 from tests.launcher.command import start
 from tests.monitor.hanging import (
+    LIMIT_S,
     TIMEOUT_S,
     TP,
+    continue_after_report,
+    hold,
+    hold_the_lock,
     launch,
+    let_time_pass,
     meet,
     note_known,
     notices,
+    pass_time,
     report,
     wait_for,
     wait_for_report,
@@ -72,12 +76,12 @@ class Samples(torch.utils.data.Dataset):
         return 1
 
     def __getitem__(self, index):
-        wait_for_report(self.folder)  # a sample that takes for ever
+        hold(self.folder)  # a sample that takes for ever
         return torch.ones(3)
 
 
 def sleeps_in_data_loading(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,))
     batch = torch.ones(1, 3) if rank == 0 else next(iter(torch.utils.data.DataLoader(Samples(folder))))
     return _model(Block)(batch).tolist()
 
@@ -93,7 +97,7 @@ def test_a_rank_in_data_loading_is_named_and_the_job_can_go_on(tmp_path):
 
 
 def does_not_come_to_the_backward(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,))
     x = torch.ones(2, requires_grad=True)
     model = _model(Copying)  # kept: the watchdog must not keep a model alive, and asks it for its names
     loss = model(x).sum()
@@ -101,7 +105,7 @@ def does_not_come_to_the_backward(folder):
         try:
             raise KeyError("no key")
         except KeyError:  # it went another way
-            wait_for_report(folder)
+            hold(folder)
     loss.backward()
     return x.grad.tolist()
 
@@ -117,14 +121,15 @@ def test_the_module_of_a_backward_and_an_error_that_was_caught_are_named(tmp_pat
 def saves_on_rank_0_only(folder):
     """The most common mistake; the others come when a line has said what is wrong."""
     with notices(folder) as told:
-        rank = launch(folder, timeout=900.0, action="end", notice=0.5)
+        rank = launch(folder, timeout=900.0, action="end", notice=30.0, waiting=(0,))
         booster = Booster()
         model, *_ = booster.boost(torch.nn.Linear(2, 1))
         if rank != 0:
+            let_time_pass(folder)
             wait_for(told)
         booster.save(folder / "states", model, step=0)
         meet()
-        time.sleep(1.0)  # another line would come now
+        pass_time(folder, 90.0)  # another line would come now
         return told()
 
 
@@ -136,20 +141,20 @@ def test_after_a_while_one_line_says_who_waits_for_whom_and_until_when(tmp_path)
         r"colossalai watchdog: rank 0 waits for \d+ s in save #1 of a training state "
         r"\(it is in saving or loading a checkpoint: test_watchdog.py:.*`booster.save\(.*\)`\): "
         r"rank 1 \(.*\) did not enter save #1 of a training state; it is at hanging.py:[^;]*; "
-        r"so with rank 2; if nothing moves, the job is ended in 8\d\d s"
+        r"so with rank 2; if nothing moves, the job is ended in (8\d\d|900) s"
     )
     assert re.fullmatch(said, line), line
     assert not list(tmp_path.glob("hang-*"))
 
 
 def does_not_send(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,))
     for number in range(2):
         if rank == 0:
             dist.recv(torch.empty(3), src=1)
         else:
             if number == 1:
-                wait_for_report(folder)
+                hold(folder)
             dist.send(torch.ones(3), dst=0)
 
 
@@ -168,9 +173,8 @@ class Watched(threading.Thread):
         self.record, self.file, self.channels = record, file, []
 
     def run(self):
-        end = time.monotonic() + 20.0
-        while not self.channels and time.monotonic() < end:
-            self.channels = [(message.channel, message.number) for message in self.record.messages()]
+        wait_for(lambda: bool(list(self.record.messages())))
+        self.channels = [(message.channel, message.number) for message in self.record.messages()]
         self.file.touch()
 
 
@@ -196,24 +200,25 @@ def test_a_wait_is_for_what_the_partner_counts(tmp_path):
 
 def leaves_messages_alone(folder):
     rank = launch(folder)
+    meet()  # all clocks have begun
     if rank == 0:
         kept = [dist.isend(torch.ones(3), dst=1), dist.irecv(torch.ones(3), src=1)]
     else:
         kept = [dist.irecv(torch.ones(3), src=0)]
-    time.sleep(2.5 * TIMEOUT_S)
+    pass_time(folder, 2.5 * TIMEOUT_S)
     return len(kept)
 
 
 @pytest.mark.long  # such are left below, too
 def test_a_message_that_nobody_waits_for_is_no_wait(tmp_path):
     run_ranks(leaves_messages_alone, 2, tmp_path)
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("hang-*"))
 
 
 def holds_the_lock(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,), silent=(1,))
     if rank == 1:
-        ctypes.PyDLL(None).usleep(20_000_000)  # gives no other thread a chance, until a signal ends it
+        hold_the_lock(folder)
     all_reduce(torch.ones(2), TP)
     wait_for_report(folder)
 
@@ -222,27 +227,19 @@ def holds_the_lock(folder):
 def test_a_rank_that_cannot_answer_has_its_stacks_read_by_its_neighbor(tmp_path):
     run_ranks(holds_the_lock, 2, tmp_path)
     text = report(tmp_path)
-    assert "compiled code holds Python's lock, at test_watchdog.py:" in text
-    assert "in holds_the_lock; awaited by rank 0 in all_reduce #2 of axis tp" in text
+    assert "compiled code holds Python's lock, at hanging.py:" in text
+    assert "in hold_the_lock; awaited by rank 0 in all_reduce #2 of axis tp" in text
 
 
 def is_stopped(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,), silent=(1,))
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if rank == 0:
-        _continue_after_report(folder, pids[1])
+        continue_after_report(folder, pids[1])
     else:
         os.kill(os.getpid(), signal.SIGSTOP)
     return all_reduce(torch.ones(1), TP).item()
-
-
-def _continue_after_report(folder, pid):
-    def go():
-        wait_for_report(folder)
-        os.kill(pid, signal.SIGCONT)
-
-    threading.Thread(target=go, daemon=True).start()
 
 
 @pytest.mark.long  # rank 0 is stopped in test_watchdog_without_rank_0
@@ -252,7 +249,8 @@ def test_a_stopped_rank_is_named(tmp_path):
 
 
 def takes_another_branch(folder, backend):
-    rank = launch(folder, action="end", backend=backend)
+    rank = launch(folder, action="end", backend=backend, waiting=(0, 1, 2))
+    let_time_pass(folder)
     if rank == 2:
         dist.broadcast(torch.ones(4), src=0)
     all_reduce(torch.ones(4), TP)
@@ -278,16 +276,21 @@ def test_through_shared_memory_it_is_named_at_once(tmp_path):
 
 def is_slow(folder):
     """Each wait is shorter than the timeout, all together are longer; for some messages nobody waits."""
-    rank = launch(folder, timeout=1.0)
+    rank = launch(folder)
+    meet()  # all clocks have begun
     kept = [dist.irecv(torch.ones(3), src=1 - rank)]
     if rank == 0:
         kept.append(dist.isend(torch.ones(3), dst=1, tag=1))
     for number in range(4):
         if rank == number % 2:
-            time.sleep(0.3)
+            wait_for((folder / "clock" / f"waits-{1 - rank}").exists)
+            pass_time(folder, 0.7 * TIMEOUT_S)
         all_reduce(torch.ones(2), TP)
         with section("the forward"):
-            time.sleep(0.3)
+            meet()
+            if rank == 0:
+                pass_time(folder, 0.7 * TIMEOUT_S)
+            meet()
     del kept
     gpc.destroy()
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("colossalai")]
@@ -295,14 +298,14 @@ def is_slow(folder):
 
 def test_who_is_only_slow_is_left_alone(tmp_path):
     assert run_ranks(is_slow, 2, tmp_path) == [[], []]
-    assert not list(tmp_path.iterdir())
+    assert not list(tmp_path.glob("hang-*"))
 
 
 def has_a_long_forward(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(1,))
     if rank == 1:
         with section("the forward"):
-            wait_for_report(folder)
+            hold(folder)
     else:
         wait_for_report(folder)
 
@@ -311,20 +314,23 @@ def test_a_step_that_waits_for_nobody_is_named(tmp_path):
     run_ranks(has_a_long_forward, 2, tmp_path)
     line = report(tmp_path).splitlines()[1]
     assert line.startswith("rank 1 (")
-    assert "has been in the forward for more than 0.6 s; it is in the forward: hanging.py:" in line
+    assert "has been in the forward for more than 60 s; it is in the forward: hanging.py:" in line
 
 
 def meets_a_closed_connection(folder):
-    rank = launch(folder, timeout=30.0)
+    rank = launch(folder, is_patient=False)
     if rank == 1:
         gpc.destroy()
-        time.sleep(0.5)
+        (folder / "left").touch()
+        wait_for((folder / "told").exists)
         return
-    time.sleep(0.3)
+    wait_for((folder / "left").exists)
     try:
         all_reduce(torch.ones(2), TP)
     except RuntimeError as error:
         sys.excepthook(type(error), error, error.__traceback__)
+    finally:
+        (folder / "told").touch()
 
 
 def test_an_error_of_a_closed_connection_says_whose(tmp_path, capsys):
@@ -335,15 +341,12 @@ def test_an_error_of_a_closed_connection_says_whose(tmp_path, capsys):
 
 
 JOB = """
-import os, signal, sys, time
+import os, pathlib, signal, sys, time
 import torch, torch.distributed as dist
-import colossalai
 from colossalai.context._mesh import make_group
+from tests.monitor.hanging import launch, let_time_pass
 
-options = {"watchdog": {"timeout": 2.0, "folder": "reports"}}
-colossalai.launch_from_torch(options, backend=sys.argv[2], verbose=False)
-dist.barrier()
-rank = dist.get_rank()
+rank = launch(pathlib.Path(sys.argv[3]), action="end", backend=sys.argv[2], waiting=[0])
 if sys.argv[1] == "dies":
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -352,14 +355,15 @@ if sys.argv[1] == "dies":
         dist.distributed_c10d._get_default_store().wait(["what rank 2 would have written"])
     dist.all_reduce(torch.ones(2), group=pair)
 elif rank == 1:
-    time.sleep(100)
+    let_time_pass(pathlib.Path(sys.argv[3]))
+    time.sleep(1000)
 dist.barrier()
 """
 
 
 @pytest.mark.long  # any error of a rank is shown so, as in tests/launcher/test_run.py
 def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
-    command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", "sleeps", "auto", script=JOB)
+    command = start(tmp_path, "run", "--nproc_per_node", "2", "job.py", "sleeps", "auto", ".", script=JOB)
     try:
         assert command.wait() == 1
     finally:
@@ -367,9 +371,9 @@ def test_the_launcher_names_the_rank_that_was_waited_for(tmp_path):
     launcher = command.err[command.err.index("colossalai run: ") :]
     assert launcher.startswith("colossalai run: rank 1 (pid ")
     assert (
-        "did not enter barrier #2 of axis dp; it is at job.py:19 in <module>: `time.sleep(100)`" in launcher
+        "did not enter barrier #2 of axis tp; it is at job.py:17 in <module>: `time.sleep(1000)`" in launcher
     )
-    assert report(tmp_path / "reports").count("Python stacks of rank") == 2
+    assert report(tmp_path).count("Python stacks of rank") == 2
 
 
 DIFFERENT_SHAPES = """
@@ -413,8 +417,9 @@ def loses_rank_2(folder):
             wait_until_known(folder)
             os.kill(os.getpid(), signal.SIGKILL)
         os.waitpid(pid, 0)
+        let_time_pass(folder)
         return pid
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,))
     note_known(folder)
     pair = make_group([0, 1], purpose="test")
     if rank == 1:
@@ -433,19 +438,18 @@ def test_a_dead_rank_is_named(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.parametrize("backend", ["shared_memory", in_soak("gloo")])
-def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path, backend):
+def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path, backend, job_port):
     """By the group that shares memory, whose waits end first; over gloo by the watchdog, as above."""
     (tmp_path / "job.py").write_text(JOB)
-    port = 21000 + os.getpid() % 9000
     address = {
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(job_port),
         "WORLD_SIZE": "3",
         "OMP_NUM_THREADS": "1",
     }
     ranks = [
         subprocess.Popen(
-            [sys.executable, "job.py", "dies", backend],
+            [sys.executable, "job.py", "dies", backend, "."],
             cwd=tmp_path,
             env={**os.environ, **address, "RANK": str(rank), "LOCAL_RANK": "0", "PYTHONPATH": str(ROOT)},
             stdout=subprocess.PIPE,
@@ -455,7 +459,10 @@ def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path, backend):
         for rank in range(3)
     ]
     try:
-        errors = [rank.communicate(timeout=90)[1] for rank in ranks]
+        ranks[2].wait(timeout=LIMIT_S)
+        if backend == "gloo":
+            let_time_pass(tmp_path)
+        errors = [rank.communicate(timeout=LIMIT_S)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
@@ -466,8 +473,8 @@ def test_a_dead_rank_is_named_where_no_launcher_looks(tmp_path, backend):
         for error in errors[:2]:  # rank 1 has asked the store, which was rank 0's
             assert f"pid {ranks[2].pid}) has died" in error
         return
-    lines = report(tmp_path / "reports").splitlines()
+    lines = report(tmp_path).splitlines()
     assert lines[1].endswith(f"pid {ranks[2].pid}) has died")
-    assert "did not enter all_reduce #1 of group 'test:0-1#0'; it is at job.py:16" in lines[2]
+    assert "did not enter all_reduce #1 of group 'test:0-1#0'; it is at job.py:13" in lines[2]
     assert "the job ends; all stacks are in" in errors[0]
     assert "HangError: rank 2 (" in errors[1]

@@ -17,7 +17,7 @@ from colossalai.checkpoint_io import (
 from colossalai.core import global_context as gpc
 from colossalai.monitor import section, still_moving
 from colossalai.monitor._sections import innermost_sections
-from tests.monitor.hanging import TIMEOUT_S, launch, report, wait_for_report
+from tests.monitor.hanging import TIMEOUT_S, hold, launch, report
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -26,7 +26,6 @@ from tests.tiers import further
 def test_a_section_that_gets_on_begins_anew():
     with section("a write", is_wait=True):
         (before,) = innermost_sections()
-        time.sleep(0.01)
         still_moving()
         (after,) = innermost_sections()
         with section("a step"):
@@ -37,12 +36,12 @@ def test_a_section_that_gets_on_begins_anew():
 
 
 def save_with_a_dead_server(folder: Path, dead: tuple[int, ...], waits: bool) -> None:
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0, 1))
     write = _save_plan.write_items
 
     def hang(*args, **options):
         if rank in dead:
-            wait_for_report(folder)
+            hold(folder)
         return write(*args, **options)
 
     _save_plan.write_items = hang

@@ -1,10 +1,8 @@
 """The watchdog where rank 0 is silent or gone, which else writes the report; perhaps with the store."""
 
-import ctypes
 import os
 import signal
 import sys
-import threading
 
 import pytest
 import torch
@@ -12,9 +10,12 @@ import torch.distributed as dist
 
 from colossalai.communication import all_reduce
 from tests.monitor.hanging import (
-    TIMEOUT_S,
     TP,
+    continue_after_report,
+    hold_the_lock,
     launch,
+    let_time_pass,
+    meet,
     note_known,
     report,
     wait_for,
@@ -24,6 +25,8 @@ from tests.monitor.hanging import (
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
+
+SHORT_S = 3.0
 
 
 @pytest.fixture
@@ -39,9 +42,9 @@ def _use_store_of_agent(port):
 
 
 def holds_the_lock(folder):
-    rank = launch(folder)
+    rank = launch(folder, waiting=(1, 2), silent=(0,))
     if rank == 0:
-        ctypes.PyDLL(None).usleep(20_000_000)  # gives no other thread a chance, until a signal ends it
+        hold_the_lock(folder)
     total = all_reduce(torch.ones(1), TP)
     if rank == 0:
         wait_for_report(folder)
@@ -52,31 +55,25 @@ def test_the_lowest_rank_that_answers_reports_for_a_rank_0_that_cannot(tmp_path)
     assert run_ranks(holds_the_lock, 3, tmp_path) == [3.0] * 3
     lines = report(tmp_path).splitlines()
     assert lines[1].startswith("rank 0 (")
-    assert "compiled code holds Python's lock, at test_watchdog_without_rank_0.py:" in lines[1]
-    assert lines[1].endswith("in holds_the_lock; awaited by ranks 1, 2 in all_reduce #2 of axis tp")
+    assert "compiled code holds Python's lock, at hanging.py:" in lines[1]
+    assert lines[1].endswith("in hold_the_lock; awaited by ranks 1, 2 in all_reduce #2 of axis tp")
     assert [line[:6] for line in lines[3:5]] == ["rank 1", "rank 2"]
 
 
 def is_stopped(folder, port):
     if port:
         _use_store_of_agent(port)
-    rank = launch(folder)
+    # Its store answers no later than within the least of its limits, as the timeout is the least.
+    rank = launch(folder, timeout=SHORT_S, waiting=(1,), silent=(0,))
     pids = [0, 0]
     dist.all_gather_object(pids, os.getpid())
     if rank == 1:
         note_known(folder)
-        threading.Thread(target=_continue_after_report, args=(folder, pids[0]), daemon=True).start()
+        continue_after_report(folder, pids[0])
     else:
         wait_until_known(folder)
         os.kill(os.getpid(), signal.SIGSTOP)
     return all_reduce(torch.ones(1), TP).item()
-
-
-def _continue_after_report(folder, pid):
-    try:
-        wait_for_report(folder)
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.long  # where its store stops as well, it is in the next test
@@ -96,9 +93,10 @@ def test_a_stopped_rank_0_is_named_where_it_serves_the_store(tmp_path):
 
 def loses_rank_0(folder):
     if os.environ["RANK"] == "0":
-        _die_as_rank_0(folder, TIMEOUT_S)
+        _die_as_rank_0(folder)
+        let_time_pass(folder)
         return
-    rank = launch(folder)
+    rank = launch(folder, waiting=(1,))
     note_known(folder)
     if rank == 1:
         dist.recv(torch.empty(1), src=2)
@@ -107,11 +105,11 @@ def loses_rank_0(folder):
         dist.send(torch.ones(1), dst=1)
 
 
-def _die_as_rank_0(folder, timeout):
+def _die_as_rank_0(folder):
     """Be rank 0 in a process that dies after a while: the pool takes the death of its own for a failure."""
     pid = os.fork()
     if pid == 0:
-        launch(folder, timeout=timeout)
+        launch(folder)
         wait_until_known(folder)
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(pid, 0)
@@ -131,11 +129,14 @@ def loses_the_launcher(folder):
         (folder / "part").write_text(str(store.port))
         (folder / "part").rename(folder / "port")
         wait_for((folder / "begun").exists)
+        del store
+        let_time_pass(folder)
         return None
     wait_for((folder / "port").exists)
     _use_store_of_agent((folder / "port").read_text())
     os.environ["WORLD_SIZE"] = "2"
-    rank = launch(folder)
+    rank = launch(folder, waiting=(0,))
+    meet()
     (folder / "begun").touch()
     if rank == 1:
         wait_for_report(folder)
@@ -156,9 +157,9 @@ def test_a_rank_that_waits_speaks_for_itself_when_the_launcher_is_lost(tmp_path)
 
 def meets_a_closed_connection(folder):
     if os.environ["RANK"] == "0":
-        _die_as_rank_0(folder, 1.0)
+        _die_as_rank_0(folder)
         return
-    launch(folder, timeout=1.0)
+    launch(folder)
     note_known(folder)
     try:
         all_reduce(torch.ones(2), TP)
