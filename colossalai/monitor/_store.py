@@ -23,7 +23,7 @@ from colossalai._clock import Clock
 T = TypeVar("T")
 
 _JOIN_S = 1.0
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0005, 0.02  # between two checks for keys that are missing
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.0001, 0.02  # between two checks for keys that are missing
 _Request = tuple[Callable[[], Any], "Future[Any]"]
 
 
