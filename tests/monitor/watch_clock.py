@@ -49,7 +49,9 @@ class WatchClock:
         self._awaited = tuple(waiting)
 
     def _wait(self, event: threading.Event, seconds: float) -> bool:
-        """Wait between two looks."""
+        """Wait between two looks of the watchdog; in other threads, as long as is said."""
+        if not _is_watchdog():
+            return event.wait(seconds)
         self._note("waits", is_so=self._awaited is not None and _has_waits())
         is_set = event.wait(min(seconds, LOOK_S))
         if self._passes(seconds):
@@ -61,7 +63,7 @@ class WatchClock:
         """Wait between two polls for answers of other ranks."""
         time.sleep(min(seconds, LOOK_S))
         self._seconds += seconds / self._slowness
-        if self._num_answers and threading.current_thread().name == "colossalai-watchdog":
+        if self._num_answers and _is_watchdog():
             self._note("answers", is_so=True)
             if not self._has_jumped and len(list(self._folder.glob("answers-*"))) >= self._num_answers:
                 self._has_jumped = True
@@ -92,6 +94,10 @@ def write(path: Path, text: str) -> None:
 
 def _granted(folder: Path) -> float:
     return max((float(path.read_text()) for path in folder.glob("granted-*")), default=0.0)
+
+
+def _is_watchdog() -> bool:
+    return threading.current_thread().name == "colossalai-watchdog"
 
 
 def _has_waits() -> bool:
