@@ -19,7 +19,6 @@ import platform
 import select
 import socket
 import threading
-import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future
 from contextlib import suppress
@@ -29,6 +28,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from colossalai._clock import Clock
 from colossalai.cluster._ports import GLOO, LOOPBACK
 from colossalai.monitor import kernel_and_namespace
 
@@ -127,51 +127,57 @@ def _loopback_interface() -> str:
 
 _T = TypeVar("_T")
 _PAUSE_S = 0.05  # between two tries: rank 0 may come at any moment
+_CLOCK = Clock()
 _FIRST_WORD_S = 0.005  # a proxy whose other end is not there yet closes the connection, an sshd greets
 
 
-def wait_for_name(host: str, port: int, *, deadline: float) -> list[Any]:
+def wait_for_name(host: str, port: int, *, deadline: float, clock: Clock = _CLOCK) -> list[Any]:
     """Wait until a name is known, and return its addresses as `socket.getaddrinfo` does.
 
     Args:
         host: A name or an address.
         port: The port for the addresses.
-        deadline: Until when, by `time.monotonic`.
+        deadline: Until when, by `clock`.
+        clock: The clock of the wait.
 
     Raises:
         ConnectionError: `host` is not known by `deadline`; the message has the reason.
     """
     reason = "no time was left to look the name up"
-    while (left := deadline - time.monotonic()) > 0:
+    while (left := deadline - clock.now()) > 0:
         try:
-            return within(left, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM))
+            return within(left, lambda: socket.getaddrinfo(host, port, type=socket.SOCK_STREAM), clock=clock)
         except TimeoutError:
             reason = f"the name server does not say what {host!r} is"
         except (OSError, UnicodeError) as error:  # names of pods and services may come later than processes
             reason = f"the name {host!r} is not known: {getattr(error, 'strerror', None) or error}"
-        _pause(deadline)
+        _pause(deadline, clock)
     raise ConnectionError(reason)
 
 
-def wait_for_server(host: str, port: int, *, deadline: float) -> None:
+def wait_for_server(
+    host: str, port: int, *, deadline: float, first_word_s: float = _FIRST_WORD_S, clock: Clock = _CLOCK
+) -> None:
     """Wait until a server listens at an address that waits for data of its clients, as a store does.
 
     Args:
         host: Its name or address.
         port: Its port.
-        deadline: Until when, by `time.monotonic`.
+        deadline: Until when, by `clock`.
+        first_word_s: Seconds in which another program than a store sends or closes.
+        clock: The clock of the wait.
 
     Raises:
         ConnectionError: No server listens at the address by `deadline`; the message has the reason.
     """
     reason = ""
     while True:
-        for family, kind, protocol, _, address in wait_for_name(host, port, deadline=deadline):
+        for family, kind, protocol, _, address in wait_for_name(host, port, deadline=deadline, clock=clock):
             try:
                 with socket.socket(family, kind, protocol) as trial:
-                    trial.settimeout(max(_PAUSE_S, deadline - time.monotonic()))
+                    trial.settimeout(max(_PAUSE_S, deadline - clock.now()))
                     trial.connect(address)
-                    if not select.select([trial], [], [], _FIRST_WORD_S)[0]:
+                    if not select.select([trial], [], [], first_word_s)[0]:
                         return
                     closes = not trial.recv(1)
                     reason = "it closes the connection" if closes else "it is another program that listens"
@@ -179,32 +185,37 @@ def wait_for_server(host: str, port: int, *, deadline: float) -> None:
                 reason = "the machine does not answer"
             except OSError as error:
                 reason = error.strerror or str(error)
-        _pause(deadline)
-        if time.monotonic() >= deadline:
+        _pause(deadline, clock)
+        if clock.now() >= deadline:
             raise ConnectionError(reason)
 
 
-def within(seconds: float, call: Callable[[], _T]) -> _T:
+def within(seconds: float, call: Callable[[], _T], *, clock: Clock = _CLOCK) -> _T:
     """Return the result of a call, if it returns in time.
 
     Args:
         seconds: Time limit; the thread is then abandoned.
         call: A function that releases Python's lock while it waits.
+        clock: The clock of the time limit.
 
     Raises:
         TimeoutError: `call` has not returned by then.
     """
     answer: Future[_T] = Future()
+    has_returned = threading.Event()
 
     def run() -> None:
         try:
             answer.set_result(call())
         except BaseException as error:
             answer.set_exception(error)
+        has_returned.set()
 
     threading.Thread(target=run, daemon=True, name="colossalai-reach").start()
-    return answer.result(max(seconds, 0.0))
+    if not clock.wait(has_returned, max(seconds, 0.0)):
+        raise TimeoutError
+    return answer.result()
 
 
-def _pause(deadline: float) -> None:
-    time.sleep(max(0.0, min(_PAUSE_S, deadline - time.monotonic())))
+def _pause(deadline: float, clock: Clock) -> None:
+    clock.sleep(max(0.0, min(_PAUSE_S, deadline - clock.now())))

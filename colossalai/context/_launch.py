@@ -4,7 +4,6 @@ import argparse
 import atexit
 import os
 import sys
-import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from datetime import timedelta
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from colossalai._clock import Clock
 from colossalai._lazy import JOB_PARTS, find_name
 from colossalai.cluster import (
     LOOPBACK,
@@ -358,14 +358,15 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
     Raises:
         ConnectionError: The store cannot be opened or reached, or ranks are missing; all within `timeout`.
     """
-    where, deadline = f"{host}:{port}", time.monotonic() + timeout  # see [Note: one time limit]
+    clock = process.clock
+    where, deadline = f"{host}:{port}", clock.now() + timeout  # see [Note: one time limit]
     # A store can outlive a launch, or a restart of the job: keys of an earlier one must not be read.
     prefix = f"launch/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}/{process.num_launches}"
     process.num_launches += 1
     keys = [f"arrived/{other}" for other in range(world_size)]
     while True:
         try:
-            server = _store_at(host, port, rank=rank, deadline=deadline)
+            server = _store_at(host, port, rank=rank, deadline=deadline, clock=clock)
         except TimeoutError:
             silent = "the server there does not answer"
             raise ConnectionError(_why_no_store(where, port, rank, timeout, silent)) from None
@@ -381,14 +382,14 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
                 departure.announce()  # before the arrival: after all arrivals, each process can be found
             # Every rank sets its key and waits for the keys of all ranks.
             store.set(keys[rank], network_of_this_process())
-            store.wait(keys, _until(deadline))
+            store.wait(keys, _until(deadline, clock))
             if keep_gloo_here(store.multi_get(keys)):
                 before_end(let_gloo_choose)
             process.departure = departure
             return store
         except dist.DistNetworkError as error:
             # It was the store of an earlier launch, which rank 0 has closed; the next one will open.
-            if rank == 0 or time.monotonic() >= deadline:
+            if rank == 0 or clock.now() >= deadline:
                 raise ConnectionError(_why_no_store(where, port, rank, timeout, str(error))) from error
         except dist.DistError as error:
             missing = [other for other, key in enumerate(keys) if not store.check([key])]
@@ -399,7 +400,7 @@ def _meet(host: str, port: int, *, rank: int, world_size: int, timeout: float) -
             ) from error
 
 
-def _store_at(host: str, port: int, *, rank: int, deadline: float) -> dist.TCPStore:
+def _store_at(host: str, port: int, *, rank: int, deadline: float, clock: Clock) -> dist.TCPStore:
     """Open the store, at rank 0 unless the launcher has, or connect to it.
 
     Raises:
@@ -409,18 +410,23 @@ def _store_at(host: str, port: int, *, rank: int, deadline: float) -> dist.TCPSt
     """
     has_agent = agent_serves(host, port)
     if rank == 0 and not has_agent:
-        wait_for_name(host, port, deadline=deadline)
-        return within(deadline - time.monotonic(), lambda: serve_store(host, port, timeout=_until(deadline)))
+        wait_for_name(host, port, deadline=deadline, clock=clock)
+        return within(
+            deadline - clock.now(),
+            lambda: serve_store(host, port, timeout=_until(deadline, clock)),
+            clock=clock,
+        )
     if not has_agent:
-        wait_for_server(host, port, deadline=deadline)
+        wait_for_server(host, port, deadline=deadline, clock=clock)
     return within(
-        deadline - time.monotonic(),
-        lambda: dist.TCPStore(host, port, timeout=_until(deadline), wait_for_workers=False),
+        deadline - clock.now(),
+        lambda: dist.TCPStore(host, port, timeout=_until(deadline, clock), wait_for_workers=False),
+        clock=clock,
     )
 
 
-def _until(deadline: float) -> timedelta:
-    return timedelta(seconds=max(_LEAST_WAIT_S, deadline - time.monotonic()))
+def _until(deadline: float, clock: Clock) -> timedelta:
+    return timedelta(seconds=max(_LEAST_WAIT_S, deadline - clock.now()))
 
 
 def _why_no_store(where: str, port: int, rank: int, timeout: float, error: str) -> str:

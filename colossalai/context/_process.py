@@ -125,7 +125,7 @@ class Process:
         departure: Departure from the store of the job; None outside of a job.
         experts: Losses of layers with experts, by forward.
         num_launches: Number of launches so far. It distinguishes launches in a store that outlives them.
-        clock: The clock of its waits for other ranks.
+        clock: The clock of its waits and of their deadlines.
     """
 
     random: RandomStates = field(default_factory=RandomStates)

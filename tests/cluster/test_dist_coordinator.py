@@ -10,6 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from colossalai.cluster import DistCoordinator, _dist_coordinator, priority_execution
+from colossalai.cluster._plain_values import broadcast_value
 from colossalai.monitor._sections import is_wait_expected
 from tests.ranks import run_ranks
 
@@ -53,13 +54,22 @@ def test_places():
 
 
 def _take_turns(folder: Path, executor_rank: int) -> bool:
+    """Hold the executor in the block until each other rank waits for it, or is in the block."""
     coordinator = DistCoordinator()
-    marker = folder / "done"
+    marker, rank = folder / "done", coordinator.rank
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        (folder / f"is here {rank}").touch()
+        return broadcast_value(*args, **kwargs)
+
+    _dist_coordinator.broadcast_value = noted
     with coordinator.priority_execution(executor_rank):
         found = marker.exists()
-        if coordinator.rank == executor_rank:
-            time.sleep(0.2)  # the others would be here by now
-            marker.write_text("")
+        (folder / f"is here {rank}").touch()
+        if rank == executor_rank:
+            while len([*folder.glob("is here *")]) < coordinator.world_size:
+                time.sleep(0.01)
+            marker.touch()
     coordinator.block_all()
     return found
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +14,13 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import colossalai
+from colossalai._clock import Clock
 from colossalai.communication.shared_memory import transport_of
 from colossalai.context import ParallelMode
 from colossalai.context._launch_arguments import chosen_backend
+from colossalai.context._process import process
 from colossalai.core import global_context as gpc
+from colossalai.monitor import PeerProcess
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -55,31 +60,45 @@ def test_a_job_on_cpu(backend: str, bound: str, said: str, capsys: pytest.Captur
     assert ("COLOSSALAI_SHARED_MEMORY; 32768 bytes more are needed" in printed) == (bound == "1000")
 
 
-def makes_a_group_late(backend: str) -> bool:
+def makes_a_group_late(backend: str, folder: Path) -> bool:
+    """Hold ranks 2 and 3 until ranks 0 and 1 are at their end; the store is rank 0's."""
     colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, backend=backend, verbose=False)
-    if dist.get_rank() >= 2:
-        time.sleep(0.5)  # ranks 0 and 1 are at their end by then, and the store is rank 0's
+    rank, released = dist.get_rank(), folder / "released"
+
+    def sleep(seconds: float) -> None:
+        if departure._missing(PeerProcess.current()) == [2, 3]:
+            released.touch()
+        time.sleep(seconds)
+
+    departure = process.departure
+    assert departure is not None
+    process.departure = replace(departure, clock=Clock(sleep=sleep))
+    while rank >= 2 and not released.exists():
+        time.sleep(0.01)
     is_pair = dist.get_world_size(gpc.get_group(ParallelMode.PIPELINE)) == 2
     gpc.destroy()
+    if rank == 0:
+        released.touch()  # if rank 0 has not waited for them, they are to see it
     return is_pair
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("backend", ["gloo", further("auto")])
-def test_the_store_stays_until_the_last_rank_has_made_its_groups(backend: str) -> None:
-    assert run_ranks(makes_a_group_late, 4, backend) == [True] * 4
+def test_the_store_stays_until_the_last_rank_has_made_its_groups(backend: str, tmp_path: Path) -> None:
+    assert run_ranks(makes_a_group_late, 4, backend, tmp_path) == [True] * 4
 
 
 def gets_a_group(backend: str) -> bool:
-    """Return whether all ranks have a group as soon as this one has it; rank 1 takes its time."""
+    """Return whether all members have a group as soon as this rank has it; rank 1 is last of its group."""
     colossalai.launch_from_torch({"parallel": {"pipeline": 2}}, backend=backend, verbose=False)
     store, rank = distributed_c10d._get_default_store(), dist.get_rank()
     original = dist.new_group
 
     def late(*args: Any, **kwargs: Any) -> Any:
         made = original(*args, **kwargs)
-        if rank == 1:
-            time.sleep(0.5)
+        if rank == 1:  # until rank 0 waits for it, or does not
+            while not store.add(f"met in {made.group_name}", 0) and not store.check(["rank 0 has left"]):
+                time.sleep(0.01)
         store.set(f"has the group {rank}", "")
         return made
 
@@ -87,6 +106,7 @@ def gets_a_group(backend: str) -> bool:
     try:
         group = gpc.get_group(ParallelMode.PIPELINE)
         is_there = store.check([f"has the group {each}" for each in dist.get_process_group_ranks(group)])
+        store.set(f"rank {rank} has left", "")
     finally:
         dist.new_group = original
     gpc.destroy()

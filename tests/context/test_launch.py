@@ -8,14 +8,17 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import colossalai
+from colossalai._clock import Clock
 from colossalai.booster import Booster
-from colossalai.cluster import _store_server
+from colossalai.cluster import serve_store, wait_for_server
 from colossalai.communication import all_gather
 from colossalai.context import (
     INITIALIZER_MAPPING,
@@ -24,8 +27,10 @@ from colossalai.context import (
     ProcessGroupInitializer,
     set_mode,
 )
+from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.registry import DIST_GROUP_INITIALIZER
+from tests.harness.clocks import FakeClock
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -168,18 +173,29 @@ def test_random_states_agree_where_slices_agree():
 
 
 def absent_rank(folder):
-    rank = int(os.environ["RANK"])
-    if rank == 1:  # alive, but never launches
-        end = time.monotonic() + 60.0
-        while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
-            time.sleep(0.01)
-        return None
+    """Launch all but rank 1, by a clock that is almost at the limit when ranks 0 and 2 have arrived."""
+    rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    server = serve_store(host, port) if rank == 0 else dist.TCPStore(host, port)
+    store = dist.PrefixStore("launch/0/0", server)
+
+    def now():
+        if not store.check([f"arrived/{rank}"]):
+            return 0.0
+        store.wait(["arrived/2"], timedelta(seconds=600.0))  # rank 0 counts it
+        return 599.5
+
+    process.clock = Clock(now=now)
+    message = None
     try:
-        with pytest.raises(ConnectionError) as caught:
-            colossalai.launch_from_torch(config={}, timeout=1.0)
+        if rank != 1:  # which is alive, but never launches
+            with pytest.raises(ConnectionError) as caught:
+                colossalai.launch_from_torch(config={}, timeout=600.0)
+            message = str(caught.value)
     finally:
         (folder / str(rank)).touch()
-    return str(caught.value)
+    while len(list(folder.iterdir())) < 3:  # rank 0 has the store
+        time.sleep(0.01)
+    return message
 
 
 @pytest.mark.dist
@@ -188,32 +204,35 @@ def test_missing_ranks_are_named(tmp_path):
     assert "2 of 3 ranks arrived; missing are ranks [1]" in message
 
 
-LIMIT_S = 0.5  # of the launches that fail
+LIMIT_S = 0.5  # of the launches that fail, by a clock of the test
+ANSWER_S = 300.0  # for what answers, however busy the machine is
 
 
-def reason_against(host, port, *, rank=1):
-    """Launch; return how that fails, which must be in time."""
-    start = time.monotonic()
+def wait_for_answer(event, seconds):
+    return event.wait(ANSWER_S)
+
+
+def reason_against(monkeypatch, host, port, *, rank=1, wait=wait_for_answer):
+    """Launch; return how that fails, which must be when the time limit is over."""
+    fake = FakeClock()
+    monkeypatch.setattr(process, "clock", replace(fake.clock, wait=wait or fake.wait))
     with pytest.raises(ConnectionError) as caught:
         colossalai.launch({}, rank=rank, world_size=2, host=host, port=port, timeout=LIMIT_S)
-    assert time.monotonic() - start < 3 * LIMIT_S  # once the limit, and a busy machine
+    assert fake.seconds == pytest.approx(LIMIT_S)
     assert not gpc.is_launched
     return str(caught.value)
 
 
 @pytest.mark.unit
 @pytest.mark.parametrize(
-    ("listens", "host", "rank", "reason"),
+    ("host", "rank", "reason"),
     [
-        (False, "127.0.0.1", 1, r"rank 1 got no answer .* within 0.5 s.*\(Connection refused\)"),
-        (True, "127.0.0.1", 1, r"rank 1 got no answer .*\(it closes the connection\)"),
-        further(
-            False, "no.such.host.invalid", 1, r"rank 1 got no answer .*'no.such.host.invalid' is not known"
-        ),
-        (False, "no.such.host.invalid", 0, r"rank 0 has no store at no.such.host.invalid:.* is not known"),
+        ("127.0.0.1", 1, r"rank 1 got no answer .* within 0.5 s.*\(Connection refused\)"),
+        further("no.such.host.invalid", 1, r"rank 1 got no answer .*'no.such.host.invalid' is not known"),
+        ("no.such.host.invalid", 0, r"rank 0 has no store at no.such.host.invalid:.* is not known"),
     ],
 )
-def test_a_master_that_does_not_answer_is_named_in_time(capfd, monkeypatch, listens, host, rank, reason):
+def test_a_master_that_does_not_answer_is_named_in_time(capfd, monkeypatch, host, rank, reason):
     def lookup(name, *args, **kwargs):  # the name server of the machine has its own patience
         if name == "no.such.host.invalid":
             raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
@@ -221,44 +240,66 @@ def test_a_master_that_does_not_answer_is_named_in_time(capfd, monkeypatch, list
 
     real_lookup = socket.getaddrinfo
     monkeypatch.setattr(socket, "getaddrinfo", lookup)
-    if listens:
-        monkeypatch.setattr(_store_server, "_FIRST_WORD_S", 30.0)  # however busy the machine is
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
-        if listens:
-            server.listen()
-            threading.Thread(target=close_all_connections, args=(server,)).start()
-        message = reason_against(host, server.getsockname()[1], rank=rank)
-        server.shutdown(socket.SHUT_RDWR) if listens else None
+        message = reason_against(monkeypatch, host, server.getsockname()[1], rank=rank)
     assert re.fullmatch(f"{reason}.*", message)
     assert capfd.readouterr().err == ""  # torch's own reports of it are long
 
 
-def close_all_connections(server):
+@pytest.mark.unit
+@pytest.mark.parametrize(
+    ("word", "reason"),
+    [(b"", "it closes the connection"), (b"SSH-2.0-OpenSSH\r\n", "it is another program that listens")],
+)
+def test_a_server_that_closes_or_greets_is_no_store(word, reason):
+    fake = FakeClock()
+    clock = replace(fake.clock, wait=wait_for_answer)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        threading.Thread(target=greet_and_close, args=(server, word)).start()
+        port = server.getsockname()[1]
+        with pytest.raises(ConnectionError, match=f"^{reason}$"):
+            wait_for_server("127.0.0.1", port, deadline=LIMIT_S, first_word_s=ANSWER_S, clock=clock)
+        server.shutdown(socket.SHUT_RDWR)
+    assert fake.seconds == pytest.approx(LIMIT_S)
+
+
+def greet_and_close(server, word):
     with suppress(OSError):  # it is closed
         while True:
-            server.accept()[0].close()
+            with server.accept()[0] as connection:
+                connection.sendall(word)
 
 
 @pytest.mark.unit
 def test_a_master_that_says_nothing_is_named_in_time(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_ADDR2LINE", "1")  # the client ends sooner when the test has ended
+    waits = []
+
+    def wait(event, seconds):
+        waits.append(seconds)
+        if len(waits) == 1:  # for the address
+            return wait_for_answer(event, seconds)
+        process.clock.sleep(seconds)
+        return False
+
     with socket.create_server(("127.0.0.1", 0)) as server:
-        message = reason_against("127.0.0.1", server.getsockname()[1])
+        message = reason_against(monkeypatch, "127.0.0.1", server.getsockname()[1], wait=wait)
         assert message.endswith("(the server there does not answer)")
         for _ in range(2):  # the first look, and torch's client
             server.accept()[0].close()
     for thread in threading.enumerate():
         if thread.name == "colossalai-reach":
-            thread.join(30.0)
+            thread.join(ANSWER_S)
 
 
 @pytest.mark.unit
 def test_a_name_server_that_does_not_answer_takes_no_longer_than_the_limit(monkeypatch):
     over = threading.Event()
-    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: over.wait(30.0))
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *args, **kwargs: over.wait(ANSWER_S))
     try:
-        assert "the name server does not say what 'host1' is" in reason_against("host1", 29500)
+        message = reason_against(monkeypatch, "host1", 29500, wait=None)
+        assert "the name server does not say what 'host1' is" in message
     finally:
         over.set()
 
@@ -271,7 +312,7 @@ def test_a_taken_port_names_its_holder():
         port = holder.getsockname()[1]
         said = f"^rank 0 cannot listen at 127.0.0.1:{port}: port {port} is held by .*{os.getpid()}"
         with pytest.raises(ConnectionError, match=said):
-            colossalai.launch({}, rank=0, world_size=1, host="127.0.0.1", port=port, timeout=2.0)
+            colossalai.launch({}, rank=0, world_size=1, host="127.0.0.1", port=port)
 
 
 @pytest.mark.unit
