@@ -135,31 +135,34 @@ def examine_installation(float32_products: Mapping[str, Product] | None = None) 
     )
 
 
-def examine_libraries(libraries: tuple[tuple[str, str, str], ...]) -> tuple[Library, ...]:
-    """Return the state of each `(distribution, module, purpose)`."""
+def examine_libraries(
+    libraries: tuple[tuple[str, str, str], ...], *, timeout_s: float = _IMPORT_TIMEOUT_S
+) -> tuple[Library, ...]:
+    """Return the state of each `(distribution, module, purpose)`; an import has `timeout_s` seconds."""
     with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
-        return tuple(pool.map(lambda library: _library(*library), libraries))
+        return tuple(pool.map(lambda library: _library(*library, timeout_s=timeout_s), libraries))
 
 
-def _library(distribution: str, module: str, purpose: str) -> Library:
+def _library(distribution: str, module: str, purpose: str, *, timeout_s: float) -> Library:
     try:
         version = importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return Library(name=distribution, purpose=purpose, version=None, import_error=None)
-    return Library(name=distribution, purpose=purpose, version=version, import_error=_import_error(module))
+    error = _import_error(module, timeout_s)
+    return Library(name=distribution, purpose=purpose, version=version, import_error=error)
 
 
-def _import_error(module: str) -> str | None:
+def _import_error(module: str, timeout_s: float) -> str | None:
     """Import a module in another process, where it may crash or hang, and return the error, if any."""
     try:
         ended = subprocess.run(
             [sys.executable, "-c", f"import {module}"],
             capture_output=True,
             text=True,
-            timeout=_IMPORT_TIMEOUT_S,
+            timeout=timeout_s,
         )
     except subprocess.TimeoutExpired:
-        return f"the import does not end within {_IMPORT_TIMEOUT_S:.0f} s"
+        return f"the import does not end within {timeout_s:.0f} s"
     if ended.returncode == 0:
         return None
     said = ended.stderr.strip().splitlines()

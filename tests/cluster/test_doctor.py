@@ -35,7 +35,6 @@ def _install(folder: Path, name: str, source: str) -> tuple[str, str, str]:
 def test_libraries_that_crash_hang_or_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(_doctor, "_IMPORT_TIMEOUT_S", 2.0)
     libraries = _doctor.examine_libraries(
         (
             _install(tmp_path, "good_one", ""),
@@ -43,21 +42,23 @@ def test_libraries_that_crash_hang_or_raise(tmp_path: Path, monkeypatch: pytest.
                 tmp_path, "raising_one", "raise RuntimeError('operator torchvision::nms does not exist')"
             ),
             _install(tmp_path, "crashing_one", "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"),
-            _install(tmp_path, "hanging_one", "import time; time.sleep(60)"),
             ("missing_one", "missing_one", "tests"),
         )
     )
+    # Alone, by a limit that the others need not keep on a busy machine.
+    hanging = _install(tmp_path, "hanging_one", "import time; time.sleep(120)")
+    libraries += _doctor.examine_libraries((hanging,), timeout_s=1.0)
     assert [(each.name, each.version, each.import_error) for each in libraries] == [
         ("good_one", "1.2", None),
         ("raising_one", "1.2", "RuntimeError: operator torchvision::nms does not exist"),
         ("crashing_one", "1.2", "the import ends with exit code -11"),
-        ("hanging_one", "1.2", "the import does not end within 2 s"),
         ("missing_one", None, None),
+        ("hanging_one", "1.2", "the import does not end within 1 s"),
     ]
-    assert [each.is_broken for each in libraries] == [False, True, True, True, False]
+    assert [each.is_broken for each in libraries] == [False, True, True, False, True]
     actions = [each.action for each in libraries]
     assert actions[:2] == ["", "pip install --force-reinstall raising_one"]
-    assert actions[-1] == ""
+    assert actions[3] == ""
 
 
 def test_the_report_is_data(monkeypatch: pytest.MonkeyPatch):
