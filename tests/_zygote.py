@@ -14,6 +14,7 @@ import enum
 import faulthandler
 import gc
 import importlib
+import math
 import os
 import pickle
 import random
@@ -22,7 +23,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import NoReturn
@@ -92,9 +93,10 @@ PACKAGE_MODULES = (
     "numpy.ma",
 )
 
-GRACE_S = 1.0  # how long the others may still report after the first failure
-STACK_DUMP_S = 10.0  # how long hanging ranks have for writing their stacks
-QUIET_S = 0.3  # without more output, a rank has written its stacks
+GRACE_S = 1.0  # without progress for so long after the first failure, the other ranks have no report to make
+LONGEST_GRACE_S = 60.0  # for ranks that compute for ever
+STACK_DUMP_S = 30.0  # how long hanging ranks have for writing their stacks; the test process waits longer
+LEAVE_S = 1.0  # after the gate; a rank that takes longer is killed, which is no difference to any other
 NUM_PORT_TRIES = 3  # other programs than tests can take a port between the probe and its use
 POLL_S = 0.02
 PR_SET_PDEATHSIG = 1
@@ -139,6 +141,7 @@ class _Rank:
     rank: int
     pid: int
     connection: Connection
+    stacks: int  # the pipe with the signals that the rank has handled
     outcome: Outcome | None = None
     payload: bytes = b""
     order: int = -1
@@ -152,7 +155,8 @@ class _Watch:
     deadline: float
     progress: Progress
     num_ended: int = 0
-    first_failure: float | None = field(default=None)
+    grace: Progress | None = None  # of the ranks that run after the first failure
+    grace_end: float = math.inf
 
     @property
     def running(self) -> list[_Rank]:
@@ -161,22 +165,26 @@ class _Watch:
     def end(self, rank: _Rank, outcome: Outcome, payload: bytes = b"") -> None:
         rank.outcome, rank.payload, rank.order = outcome, payload, self.num_ended
         self.num_ended += 1
-        if outcome is not Outcome.OK and self.first_failure is None:
-            self.first_failure = time.monotonic()
+        if outcome is not Outcome.OK and self.grace is None:
+            self.grace, self.grace_end = Progress(GRACE_S), time.monotonic() + LONGEST_GRACE_S
 
     def hang(self) -> str | None:
         """Return how the running ranks hang, None while they make progress."""
-        outputs = (output_path(self.job.output_dir, rank.rank) for rank in self.ranks)
-        if self.progress.has_ended([rank.pid for rank in self.running], outputs):
+        if self._is_idle(self.progress):
             return f"no progress for {self.job.idle_s:g} s"
         if time.monotonic() > self.deadline:
             return f"not returned after {self.job.timeout:g} s"
         return None
 
-    @property
     def is_over(self) -> bool:
-        grace_is_over = self.first_failure is not None and time.monotonic() > self.first_failure + GRACE_S
-        return not self.running or grace_is_over
+        """Return whether no rank runs, or one has failed and the others make no progress any more."""
+        if not self.running or time.monotonic() > self.grace_end:
+            return True
+        return self.grace is not None and self._is_idle(self.grace)
+
+    def _is_idle(self, progress: Progress) -> bool:
+        outputs = (output_path(self.job.output_dir, rank.rank) for rank in self.ranks)
+        return progress.has_ended([rank.pid for rank in self.running], outputs)
 
 
 def output_path(output_dir: str, rank: int) -> Path:
@@ -237,13 +245,13 @@ def _run(job: Job, control: Connection, port: int) -> list[Report] | None:
         for rank in range(job.world_size):
             ranks.append(_fork_rank(job, rank, port, inherited=[control, *(r.connection for r in ranks)]))
         watch = _Watch(ranks, job, time.monotonic() + job.timeout, Progress(job.idle_s))
-        while not watch.is_over:
+        while not watch.is_over():
             ready = wait([control, *(rank.connection for rank in watch.running)], timeout=POLL_S)
             if control in ready:  # nothing is sent during a job: this is the end of the test process
                 return None
             _collect(watch)
             if (hang := watch.hang()) is not None:
-                _dump_stacks(job, watch.running)
+                _dump_stacks(watch.running)
                 for rank in watch.running:
                     watch.end(rank, Outcome.HUNG, hang.encode())
         for rank in watch.running:
@@ -258,6 +266,9 @@ def _run(job: Job, control: Connection, port: int) -> list[Report] | None:
 
 def _collect(watch: _Watch) -> None:
     """Note which ranks have answered or died."""
+    for rank in watch.ranks:
+        if rank.outcome is Outcome.ERROR and not rank.reaped:
+            _reap(rank)
     for rank in watch.running:
         died_of = _reap(rank)  # before the read: what a dead rank had sent before is still in the pipe
         try:
@@ -282,25 +293,16 @@ def _reap(rank: _Rank) -> str | None:
     return f"exited with code {code} before it returned"
 
 
-def _dump_stacks(job: Job, ranks: list[_Rank]) -> None:
-    """Have ranks write their stacks, and wait until they have: each has written, and none writes any more."""
-
-    def sizes() -> list[int]:
-        paths = [output_path(job.output_dir, rank.rank) for rank in ranks]
-        return [path.stat().st_size if path.exists() else 0 for path in paths]
-
-    before = last = sizes()
+def _dump_stacks(ranks: list[_Rank]) -> None:
+    """Have ranks write their stacks, and wait until they have."""
     for rank in ranks:
         os.kill(rank.pid, signal.SIGUSR1)
-    begun = quiet_since = time.monotonic()
-    while time.monotonic() < begun + STACK_DUMP_S:
-        time.sleep(POLL_S)
-        now = sizes()
-        if now != last:
-            last, quiet_since = now, time.monotonic()
-        has_written = all(size > old for size, old in zip(now, before, strict=True))
-        if has_written and time.monotonic() > quiet_since + QUIET_S:
-            return
+    writing, end = {rank.stacks for rank in ranks}, time.monotonic() + STACK_DUMP_S
+    while writing and time.monotonic() < end:
+        for pipe in wait(writing, timeout=POLL_S):
+            signals = os.read(pipe, 4096)
+            if not signals or signal.SIGUSR1 in signals:  # it has ended, or it has written
+                writing.discard(pipe)
 
 
 def _end_all(ranks: list[_Rank]) -> None:
@@ -308,7 +310,7 @@ def _end_all(ranks: list[_Rank]) -> None:
     for rank in ranks:
         if rank.outcome is Outcome.OK:
             rank.connection.close()
-    leaving_until = time.monotonic() + GRACE_S
+    leaving_until = time.monotonic() + LEAVE_S
     for rank in ranks:
         while rank.outcome is Outcome.OK and not rank.reaped and time.monotonic() < leaving_until:
             if _reap(rank) is None:
@@ -319,24 +321,34 @@ def _end_all(ranks: list[_Rank]) -> None:
         if not rank.reaped:
             os.waitpid(rank.pid, 0)
         rank.connection.close()
+        os.close(rank.stacks)
 
 
 def _fork_rank(job: Job, rank: int, port: int, *, inherited: list[Connection]) -> _Rank:
     ours, theirs = Pipe()
+    stacks, has_written = os.pipe()
     zygote_pid = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _be_rank(job, rank, port, theirs, [*inherited, ours], zygote_pid)
+        _be_rank(job, rank, port, theirs, has_written, [*inherited, ours], zygote_pid)
     os.setpgid(pid, pid)  # done on both sides of the fork: neither has to wait for the other
     theirs.close()
-    return _Rank(rank, pid, ours)
+    os.close(has_written)
+    return _Rank(rank, pid, ours, stacks)
 
 
 def _be_rank(
-    job: Job, rank: int, port: int, connection: Connection, inherited: list[Connection], zygote_pid: int
+    job: Job,
+    rank: int,
+    port: int,
+    connection: Connection,
+    has_written: int,
+    inherited: list[Connection],
+    zygote_pid: int,
 ) -> NoReturn:
     try:
         _prepare(job, rank, port, inherited, zygote_pid)
+        _dump_stacks_on_signal(has_written)
         fn, args = pickle.loads(job.call)
         message = b"+" + pickle.dumps(fn(*args))
     except BaseException:
@@ -368,13 +380,24 @@ def _prepare(job: Job, rank: int, port: int, inherited: list[Connection], zygote
     sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.enable(file=2)
-    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
     os.chdir(job.cwd)
     sys.path[:] = job.sys_path
     os.environ.clear()
     os.environ.update(job.env, **_rank_env(job, rank, port))
     random.seed(rank)
     numpy.random.seed(rank)
+
+
+def _dump_stacks_on_signal(has_written: int) -> None:
+    """Write the stacks of all threads on SIGUSR1, then its number into a pipe.
+
+    The handler of `faulthandler` calls the one before it, which is Python's: it writes the number of its
+    signal into the wakeup descriptor, whatever the main thread does.
+    """
+    os.set_blocking(has_written, False)
+    signal.set_wakeup_fd(has_written, warn_on_full_buffer=False)
+    signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True, chain=True)
 
 
 def _rank_env(job: Job, rank: int, port: int) -> dict[str, str]:

@@ -24,9 +24,6 @@ from tests.harness.properties import load_profile
 from tests.ranks import start_zygote, stop_zygote
 from tests.tiers import mark_combinations
 
-THREAD_END_S = (
-    30.0  # for a thread that was told to end, on a busy machine: a wait for the thread, not a pause
-)
 # Threads that a library starts once and keeps.
 KEPT_THREADS = ("TMonitor", "tqdm_monitor", "execnet", "pydevd")
 # Variables that pytest, torch and scikit-learn set when they are first used.
@@ -104,8 +101,14 @@ def job_port() -> Iterator[int]:
         yield port
 
 
+@pytest.fixture
+def thread_end_s() -> float:
+    """Seconds in which a thread ends that was told to: a wait for the thread, not a pause."""
+    return 120.0
+
+
 @pytest.fixture(autouse=True)
-def no_leaks() -> Iterator[None]:
+def no_leaks(thread_end_s: float) -> Iterator[None]:
     """Fail a test that leaves an environment variable, a process group or a thread; and clean up after it."""
     env = _environment()
     had_group = dist.is_initialized()
@@ -115,7 +118,7 @@ def no_leaks() -> Iterator[None]:
     if dist.is_initialized() and not had_group:
         leaks.append("a process group: call torch.distributed.destroy_process_group() or gpc.destroy()")
         dist.destroy_process_group()
-    leaks += [f"a thread: {thread!r}" for thread in _new_threads(threads)]
+    leaks += [f"a thread: {thread!r}" for thread in _new_threads(threads, thread_end_s)]
     if leaks:
         pytest.fail("the test leaks " + "; ".join(leaks), pytrace=False)
 
@@ -139,9 +142,9 @@ def _env_leaks(before: dict[str, str]) -> list[str]:
     return leaks
 
 
-def _new_threads(before: set[threading.Thread]) -> list[threading.Thread]:
+def _new_threads(before: set[threading.Thread], seconds: float) -> list[threading.Thread]:
     """Return the threads that a test started and that do not end by themselves."""
-    end = time.monotonic() + THREAD_END_S
+    end = time.monotonic() + seconds
     new = [thread for thread in threading.enumerate() if thread not in before and not _is_kept(thread)]
     for thread in new:
         thread.join(max(0.0, end - time.monotonic()))

@@ -146,7 +146,7 @@ def run_ranks(
         The (picklable) results, by rank.
 
     Raises:
-        RanksError: a rank raised or died. The others have a second for their own errors, then they are ended.
+        RanksError: a rank raised or died. The others are ended once they have made no progress for a second.
         RanksTimeoutError: the ranks that have not returned hang.
     """
     __tracebackhide__ = True

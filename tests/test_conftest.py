@@ -33,10 +33,8 @@ def test_children_of_a_suite_in_the_background_heed_signals() -> None:
 
 LEAKS = """
 import os, threading, time
-import pytest, tests.conftest, torch, torch.distributed as dist
+import pytest, torch, torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-
-tests.conftest.THREAD_END_S = 5.0
 
 def test_leaks_variable():
     os.environ["LEAKED"] = "1"
@@ -50,8 +48,13 @@ def test_leaks_group():
 def test_group_is_cleaned_up():
     assert not dist.is_initialized()
 
-def test_leaks_thread():
-    threading.Thread(target=threading.Event().wait, name="leaked", daemon=True).start()
+class TestThread:
+    @pytest.fixture
+    def thread_end_s(self):
+        return 0.0
+
+    def test_leaks_thread(self):
+        threading.Thread(target=threading.Event().wait, name="leaked", daemon=True).start()
 
 def test_short_thread():
     threading.Thread(target=time.sleep, args=(0.2,)).start()

@@ -14,9 +14,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests._zygote import GRACE_S
 from tests.ranks import ROOT, RanksError, RanksTimeoutError, run_ranks, start_zygote
 
 pytestmark = pytest.mark.dist
+END_S = 120.0  # for the end of a process, on a busy machine
 
 
 def _describe(word: str) -> tuple[int, str, str, int]:
@@ -89,7 +91,7 @@ def _fail_on_rank_1() -> None:
     print("about to work")
     if os.environ["RANK"] == "1":
         raise KeyError("the missing piece")
-    time.sleep(30)
+    _wait_for_nothing()
 
 
 def test_first_failing_rank_is_shown_with_its_traceback() -> None:
@@ -103,15 +105,31 @@ def test_first_failing_rank_is_shown_with_its_traceback() -> None:
     assert "rank 0: was stopped because another rank had failed" in message
 
 
-def _fail_everywhere() -> None:
+def _fail_one_after_the_other(folder: str) -> None:
+    """Raise on rank 2, on rank 1 once that is gone, and on rank 0 after some computation more."""
     rank = int(os.environ["RANK"])
-    time.sleep(0.3 * (2 - rank))
+    own, before = Path(folder, str(rank)), Path(folder, str(rank + 1))
+    own.with_suffix(".new").write_text(str(os.getpid()))
+    own.with_suffix(".new").rename(own)
+    while rank < 2 and not before.exists():
+        time.sleep(0.01)
+    while rank < 2 and Path("/proc", before.read_text()).exists():  # the keeper of the ranks reaps it
+        _compute(0.05)
+    if rank == 0:
+        _compute(1.5 * GRACE_S)
     raise ValueError(f"from {rank}")
 
 
-def test_the_others_may_tell_their_errors_too() -> None:
+def _compute(seconds: float) -> None:
+    """Compute for some processor time."""
+    end = time.process_time() + seconds
+    while time.process_time() < end:
+        pass
+
+
+def test_the_others_may_tell_their_errors_too(tmp_path: Path) -> None:
     with pytest.raises(RanksError) as caught:
-        run_ranks(_fail_everywhere, 3)
+        run_ranks(_fail_one_after_the_other, 3, str(tmp_path))
     message = str(caught.value)
     places = [message.index(f"ValueError: from {rank}") for rank in (2, 1, 0)]
     assert places == sorted(places)
@@ -158,9 +176,7 @@ def _work_while_the_other_waits(seconds: float, is_child: bool, folder: str) -> 
     if is_child and (pid := os.fork()) != 0:
         os.waitpid(pid, 0)
         return
-    end = time.process_time() + seconds
-    while time.process_time() < end:
-        pass
+    _compute(seconds)
     done.touch()
     if is_child:
         os._exit(0)
@@ -203,7 +219,7 @@ def test_a_port_that_another_program_takes_is_changed(
 def _be_killed() -> None:
     if os.environ["RANK"] == "1":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(30)
+    _wait_for_nothing()
 
 
 def _exit_early() -> None:
@@ -232,7 +248,7 @@ def test_a_result_that_cannot_be_pickled_is_an_error_of_the_rank() -> None:
 def _start_child() -> int:
     pid = os.fork()
     if pid == 0:
-        time.sleep(60)
+        _wait_for_nothing()
     return pid
 
 
@@ -243,7 +259,7 @@ def test_children_of_a_rank_end_with_it() -> None:
 
 def _is_running(pid: int) -> bool:
     """Whether a process runs; it is not our child, so it may be a zombie for a moment."""
-    end = time.monotonic() + 3
+    end = time.monotonic() + END_S
     while time.monotonic() < end:
         try:
             state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
@@ -259,13 +275,13 @@ PARENT = """
 import sys
 from tests.ranks import run_ranks
 from tests.test_ranks import _report_and_hang
-run_ranks(_report_and_hang, 2, sys.argv[1], timeout=100.0)
+run_ranks(_report_and_hang, 2, sys.argv[1])
 """
 
 
 def _report_and_hang(folder: str) -> None:
-    (Path(folder) / os.environ["RANK"]).write_text(f"{os.getpid()} {os.getppid()}")
-    time.sleep(100)
+    (Path(folder) / os.environ["RANK"]).write_text(f"{os.getpid()} {os.getppid()}\n")
+    _wait_for_nothing()
 
 
 def _start_parent(folder: Path) -> subprocess.Popen[bytes]:
@@ -276,10 +292,10 @@ def _start_parent(folder: Path) -> subprocess.Popen[bytes]:
 def _pids(folder: Path) -> set[int]:
     """Return the pids of the two ranks and of their zygote, once all are there."""
     end = time.monotonic() + 600
-    while len(list(folder.iterdir())) < 2 and time.monotonic() < end:
+    while (text := "".join(path.read_text() for path in folder.iterdir())).count("\n") < 2:
+        assert time.monotonic() < end, "the ranks do not begin"
         time.sleep(0.05)
-    time.sleep(0.1)
-    pids = {int(pid) for path in folder.iterdir() for pid in path.read_text().split()}
+    pids = {int(pid) for pid in text.split()}
     assert len(pids) == 3
     return pids
 
