@@ -3,7 +3,6 @@
 import gc
 import itertools
 import os
-import time
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -24,12 +23,12 @@ from colossalai.nn.parallel import ArrivingParams, Bucketed, GeminiDDP, zero_mod
 from colossalai.zero import GeminiAdamOptimizer
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.zero.settling import settled
 
 pytestmark = pytest.mark.dist
 
 WIDTH = 32
 CHUNKS: dict[str, Any] = {"min_chunk_size_mb": 0.001, "search_range_mb": 0, "hidden_dim": WIDTH}
-PATIENCE_S = 10.0  # until the thread that has sent a bucket has let go of it
 Held = list[Any]  # what the caller of a door has, and drops
 Train = Callable[[], Held]
 
@@ -195,15 +194,13 @@ def what_is_left(train: Train, folder: str) -> list[str]:
     seen = [(type(thing).__name__, weakref.ref(thing)) for thing in held]
     seen += [("storage", weakref.ref(param.untyped_storage())) for param in held[0].parameters()]
     del held
-    deadline = time.monotonic() + PATIENCE_S
-    while True:
-        gc.collect()
+
+    def look() -> list[str]:
         left = [name for name, ref in seen if ref() is not None] + files_in(folder)
         left += [name for address, name in float_tensors().items() if address not in before]
-        left += ["mode"] * torch.utils._python_dispatch._len_torch_dispatch_stack()
-        if not left or time.monotonic() > deadline:
-            return left
-        time.sleep(0.01)
+        return left + ["mode"] * torch.utils._python_dispatch._len_torch_dispatch_stack()
+
+    return settled(look, lambda left: not left)
 
 
 def drop_all(folder: str) -> dict[str, list[str]]:

@@ -2,7 +2,6 @@
 
 import gc
 import itertools
-import time
 from typing import NamedTuple
 
 import pytest
@@ -19,10 +18,12 @@ from colossalai.zero._layout import FlatBucket
 from colossalai.zero._placeholder import GradPlaceholder
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.zero.settling import settled
 
 pytestmark = pytest.mark.dist
 
 WIDTH = 64
+TOLERANCE = 0.05
 
 
 class Bytes(NamedTuple):
@@ -47,8 +48,8 @@ def storage_bytes(tensors) -> int:
     )
 
 
-def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
-    """Train two steps, and count before the last gradients are forgotten."""
+def measure(stage: int, precision: str, num_microbatches: int, wanted_grads: float) -> Bytes:
+    """Train two steps, and count before the last gradients are forgotten; they alone are to be left."""
     colossalai.launch_from_torch({}, verbose=False)
     if stage:
         booster = Booster(plugin=LowLevelZeroPlugin(stage, precision=precision, reduce_bucket_size_in_m=0.02))
@@ -73,23 +74,23 @@ def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
     masters = [param for param in held if param.untyped_storage().data_ptr() not in in_model]
     states = [value for state in optimizer.state.values() for value in state.values() if value.ndim]
     known = {tensor.untyped_storage().data_ptr() for tensor in (*params, *masters, *states)}
-    time.sleep(0.1)  # the thread that has sent a bucket lets go of it a moment after everybody has waited
-    gc.collect()
-    rest = [
-        tensor
-        for tensor in gc.get_objects()
-        if isinstance(tensor, torch.Tensor)
-        and not isinstance(tensor, GradPlaceholder)
-        and tensor.is_floating_point()
-        and tensor.numel() > 1
-        and tensor.untyped_storage().data_ptr() not in known
-    ]
+
+    def rest() -> float:  # whatever there is beside
+        found = [
+            tensor
+            for tensor in gc.get_objects()
+            if isinstance(tensor, torch.Tensor)
+            and not isinstance(tensor, GradPlaceholder)
+            and tensor.is_floating_point()
+            and tensor.numel() > 1
+            and tensor.untyped_storage().data_ptr() not in known
+        ]
+        return storage_bytes(found) / num_params
+
+    grads = settled(rest, lambda num_bytes: num_bytes <= (1 + TOLERANCE) * wanted_grads)
     gpc.destroy()
-    return Bytes(
-        storage_bytes(params) / num_params,
-        storage_bytes(rest) / num_params,  # whatever there is beside
-        storage_bytes([*masters, *states]) / num_params,
-    )
+    held_bytes = storage_bytes([*masters, *states])
+    return Bytes(storage_bytes(params) / num_params, grads, held_bytes / num_params)
 
 
 @pytest.mark.parametrize("num_ranks", [further(1), 2, 4])
@@ -98,8 +99,8 @@ def measure(stage: int, precision: str, num_microbatches: int) -> Bytes:
 def test_bytes_per_rank(num_ranks: int, stage: int, precision: str, num_microbatches: int) -> None:
     element, state = (2, 12) if precision == "bf16" else (4, 8)
     grads = element if stage == 1 else element / num_ranks
-    for found in run_ranks(measure, num_ranks, stage, precision, num_microbatches):
-        assert tuple(found) == pytest.approx((element, grads, state / num_ranks), rel=0.05)
+    for found in run_ranks(measure, num_ranks, stage, precision, num_microbatches, grads):
+        assert tuple(found) == pytest.approx((element, grads, state / num_ranks), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("num_ranks", [further(1), further(2), 4])
@@ -108,8 +109,8 @@ def test_bytes_per_rank_without_zero(num_ranks: int, precision: str) -> None:
     """Stage 0 is data parallelism; with masters it has float32 gradients beside those that are sent."""
     element, state = (2, 12) if precision == "bf16" else (4, 8)
     grads = 4 if precision == "fp32" or num_ranks == 1 else 4 + 2
-    for found in run_ranks(measure, num_ranks, 0, precision, 1):
-        assert tuple(found) == pytest.approx((element, grads, state), rel=0.05)
+    for found in run_ranks(measure, num_ranks, 0, precision, 1, grads):
+        assert tuple(found) == pytest.approx((element, grads, state), rel=TOLERANCE)
 
 
 @pytest.mark.unit

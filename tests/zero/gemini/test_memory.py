@@ -3,7 +3,6 @@
 import gc
 import itertools
 import re
-import time
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
@@ -23,6 +22,7 @@ from colossalai.zero._placeholder import GradPlaceholder
 from colossalai.zero.gemini._hooks import handle_of
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.zero.settling import settled
 
 pytestmark = pytest.mark.dist
 
@@ -35,7 +35,7 @@ CASES = {
     4: (("fp32", torch.float32), ("bf16", torch.float32)),
 }
 ACTIVATIONS = 3 * NUM_LAYERS * WIDTH / CHUNK  # saved, and under way
-PATIENCE_S = 5.0  # for the thread that has sent a bucket to let go of it
+TOLERANCE = 0.01  # of what is held after a step
 
 
 class Peak(TorchDispatchMode):
@@ -108,13 +108,9 @@ def peaks(precision: str, dtype: torch.dtype) -> Peaks:
                 optimizer.step()
             if number == 1:
                 optimizer.zero_grad()
-    deadline = time.monotonic() + PATIENCE_S
-    left = [float_bytes()]
-    while len(left) < 3 or (left[-1] > left[-3] and time.monotonic() < deadline):
-        time.sleep(0.02)
-        gc.collect()
-        left.append(float_bytes())
-    found = (forward.bytes, backward.bytes, step.bytes, left[-1])
+    held = NUM_LAYERS / dist.get_world_size() * sum(bytes_per_element(precision, dtype)) * CHUNK
+    left = settled(float_bytes, lambda num_bytes: num_bytes <= (1 + TOLERANCE) * held)
+    found = (forward.bytes, backward.bytes, step.bytes, left)
     return Peaks(*(num_bytes / CHUNK for num_bytes in found))
 
 
@@ -126,18 +122,23 @@ def all_peaks() -> list[Peaks]:
     return found
 
 
+def bytes_per_element(precision: str, dtype: torch.dtype) -> tuple[int, int, int]:
+    """Return the bytes of a parameter, of the mean of its gradients and of its states."""
+    size = dtype.itemsize
+    return (size, size, 2 * size) if precision == "fp32" else (2, 4, 12)
+
+
 @pytest.mark.parametrize("num_ranks", [2, further(4)])
 def test_bytes_per_rank(num_ranks: int) -> None:
     """Adam, in bytes for an element of a chunk: so a whole chunk is an element, a section a part of one."""
-    share = NUM_LAYERS / num_ranks
     for of_rank in run_ranks(all_peaks, num_ranks):
         for (precision, dtype), found in zip(CASES[num_ranks], of_rank, strict=True):
             size = dtype.itemsize
-            param, mean, states = (size, size, 2 * size) if precision == "fp32" else (2, 4, 12)
-            held = share * (param + mean + states)
+            param, mean = bytes_per_element(precision, dtype)[:2]
+            held = NUM_LAYERS / num_ranks * sum(bytes_per_element(precision, dtype))
             section = max(mean, 4) / num_ranks  # in which a mean is added up
             received = 0 if precision == "fp32" else param * (num_ranks - 1) / num_ranks
-            assert found.after == pytest.approx(held, rel=0.01)
+            assert found.after == pytest.approx(held, rel=TOLERANCE)
             assert held <= found.forward <= held + 2 * param + param + received + section + ACTIVATIONS * size
             assert found.backward <= held + 2 * param + 2 * param + received + section + ACTIVATIONS * size
             assert found.step <= held + 2 * param + 2 * param

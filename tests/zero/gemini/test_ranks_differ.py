@@ -15,6 +15,7 @@ from torch import nn
 
 import colossalai
 from colossalai.amp import Casts
+from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero._exchange import start_meeting
@@ -170,7 +171,7 @@ def test_for_a_rank_that_has_left_nobody_waits(tmp_path: Path, backend: str, dty
 
 
 @pytest.mark.long
-def test_with_the_patience_that_users_have_it_takes_less_than_half_a_minute(
+def test_with_the_patience_that_users_have_it_ends_long_before_the_timeout_of_the_group(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)  # for the report
@@ -178,20 +179,26 @@ def test_with_the_patience_that_users_have_it_takes_less_than_half_a_minute(
     with pytest.raises(RanksError, match=r"HangError: gather #7 .* cannot end: "):
         run_ranks(runs_one_forward_less_as_users_do, 2)
     assert USERS_S == 10.0
-    assert USERS_S < time.monotonic() - start < 30.0
+    assert time.monotonic() - start > USERS_S
+
+
+def has_answered(watchdog: Any, num_reports: int) -> bool:
+    return watchdog._notices >= num_reports
 
 
 def is_slow(backend: str, folder: Path) -> tuple[list[str], float]:
     """Train; rank 1 comes when a line has said that it is waited for, and when it was asked again."""
     with notices(folder) as told:
         rank = launch(backend, folder)
+        (watchdog,) = (watchdog for watchdog, _ in process.watching)
         net, twin = Layers(), Layers()
         make = partial(torch.optim.SGD, lr=0.1)
         step, optimizer = trained(net, applied := put(net, SHORT_S), make), make(twin.parameters())
         for number in range(3):
             if rank == 1 and number == 1:
                 wait_for(told)
-                time.sleep(3 * SHORT_S)
+                asked_twice = watchdog._notices + 2
+                wait_for(partial(has_answered, watchdog, asked_twice))
             step((inputs(),))
             train(twin, optimizer)
         far = apart(net, twin, applied)
