@@ -1,4 +1,4 @@
-"""Ranks that save for ever, are killed at a random moment, and what they leave.
+"""Ranks that save for ever, are killed at a random call that changes files, and what they leave.
 
 Used by storage/test_kills.py and by tools/checkpoint_kills.py. The caller is a process that has run nothing:
 the ranks are forked from it, which takes no time.
@@ -7,13 +7,12 @@ the ranks are forked from it, which takes no time.
 import mmap
 import os
 import random
-import select
 import signal
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -26,13 +25,13 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
+from tests.checkpoint_io.moments import die_at_call
 from tests.harness.ports import reserved_port
 
 NUM_RANKS = 2
 MOST_SAVES = 3  # before the one in which the kill falls
-FIRST_GUESS_S = 0.05  # how long a save takes
-GRACE_S = 0.05  # how long a rank that was not killed has for noticing
-WAIT_S = 60.0
+NUM_CALLS = (130, 20)  # that change files, of a save, by rank
+GRACE_S = 0.05  # for a rank that was not killed: it may notice or not
 _BEGUN, _DONE = range(2)
 
 
@@ -55,6 +54,14 @@ class Kill:
     begun: int
     told: int
     num_left: int
+
+
+class _Death(NamedTuple):
+    """The moment at which a rank is killed: the number of a call, from the end of a number of saves."""
+
+    rank: int
+    num_saves: int
+    call: int
 
 
 class Counters:
@@ -103,19 +110,22 @@ class Keeper:
         self._folder = folder
         self._source = random.Random(seed)
         self._last = 0
-        self._seconds = FIRST_GUESS_S  # that a save takes
 
     def one_try(self) -> Kill:
         """Let ranks save, kill them, and return what happened."""
         victims = self._source.choice([(0,), (1,), (0, 1)])
         is_async, num_saves = self._source.random() < 0.5, self._source.randint(0, MOST_SAVES)
+        first = self._source.choice(victims)
+        death = _Death(first, num_saves, int(self._source.uniform(0, 1.5 * NUM_CALLS[first])))
         counters = Counters()
         counters[_DONE] = self._last
         with tempfile.TemporaryFile("w+") as log, reserved_port() as port:
-            pids = self._start(port, is_async, counters, log.fileno())
+            pids = [
+                _fork(rank, port, self._folder, self._last + 1, is_async, counters, death, log.fileno())
+                for rank in range(NUM_RANKS)
+            ]
             try:
-                self._wait_for(self._last + num_saves, counters)
-                time.sleep(self._source.uniform(0, 1.5 * self._seconds))
+                os.waitid(os.P_PID, pids[first], os.WEXITED | os.WNOWAIT)
                 for rank in victims:
                     os.kill(pids[rank], signal.SIGKILL)
                 time.sleep(GRACE_S)
@@ -123,9 +133,8 @@ class Keeper:
                 for pid in pids:
                     os.kill(pid, signal.SIGKILL)
                 ends = [os.waitpid(pid, 0)[1] for pid in pids]
-            for rank in victims:
-                log.seek(0)
-                assert os.WIFSIGNALED(ends[rank]), f"rank {rank} ended by itself\n{log.read()}"
+            log.seek(0)
+            assert os.WIFSIGNALED(ends[first]), f"rank {first} ended by itself\n{log.read()}"
         done, begun = counters[_DONE], counters[_BEGUN]
         self._last = told_by(self._folder)
         assert done <= self._last <= max(begun, done), (
@@ -133,29 +142,6 @@ class Keeper:
         )
         left = [entry for entry in self._folder.iterdir() if entry.name.startswith(".")]
         return Kill(victims, is_async, done, begun, self._last, len(left))
-
-    def _start(self, port: int, is_async: bool, counters: Counters, log: int) -> list[int]:
-        """Fork the ranks, and return their process ids when the first is about to save."""
-        reader, writer = os.pipe()
-        first = self._last + 1
-        pids = [
-            _fork(rank, port, self._folder, first, is_async, counters, writer, log)
-            for rank in range(NUM_RANKS)
-        ]
-        os.close(writer)
-        ready, _, _ = select.select([reader], [], [], WAIT_S)
-        assert ready, "the ranks do not start"
-        assert os.read(reader, 1), "the ranks ended before the first save"
-        os.close(reader)
-        return pids
-
-    def _wait_for(self, step: int, counters: Counters) -> None:
-        begin, first = time.monotonic(), counters[_DONE]
-        while counters[_DONE] < step:
-            assert time.monotonic() < begin + WAIT_S, "the ranks save nothing"
-            time.sleep(0.001)
-        if step > first:
-            self._seconds = (time.monotonic() - begin) / (step - first)
 
 
 def told_by(folder: Path) -> int:
@@ -177,7 +163,7 @@ def _fork(
     first_step: int,
     is_async: bool,
     counters: Counters,
-    writer: int,
+    death: _Death,
     log: int,
 ) -> int:
     pid = os.fork()
@@ -189,20 +175,27 @@ def _fork(
                 **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
             }
             dist.init_process_group("gloo")
-            _save_for_ever(folder, first_step, is_async, counters if rank == 0 else Counters(), writer)
+            _save_for_ever(
+                folder,
+                first_step,
+                is_async,
+                counters if rank == 0 else Counters(),
+                death if rank == death.rank else None,
+            )
         finally:
             os._exit(1)
     return pid
 
 
 def _save_for_ever(
-    folder: Path, first_step: int, is_async: bool, counters: Counters, writer: int
+    folder: Path, first_step: int, is_async: bool, counters: Counters, death: _Death | None
 ) -> NoReturn:
     dist.barrier()
     step = first_step
-    os.write(writer, b".")
     while True:
         counters[_BEGUN] = step
+        if death is not None and step == first_step + death.num_saves:
+            die_at_call(death.call)
         # Every third step overwrites the one before: folders are exchanged as well as added.
         save_training_state(
             folder, state_of(step), step=step - step % 3 // 2, keep_last=1, save_async=is_async

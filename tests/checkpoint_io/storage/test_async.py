@@ -20,11 +20,11 @@ from colossalai.checkpoint_io import (
     save_training_state,
     wait_for_saves,
 )
-from colossalai.checkpoint_io.storage._async_save import _CommonCount
+from colossalai.checkpoint_io.storage._async_save import BackgroundSave, _CommonCount
 from tests.checkpoint_io.killed_ranks import state_of
 from tests.ranks import run_ranks
 
-WAIT_S = 20.0
+WAIT_S = 120.0
 
 
 @contextmanager
@@ -101,13 +101,19 @@ def second_waits_for_the_first(folder: Path) -> None:
     with group(), pytest.MonkeyPatch.context() as patch:
         with held_back(patch) as may_write:
             first = save_training_state(folder, state_of(1), step=1, save_async=True)
-            timer = threading.Timer(0.2, may_write.set)
-            timer.start()
             assert not first.exists()
+            wait = BackgroundSave.wait
+
+            def let_write_and_wait(save: BackgroundSave) -> None:
+                assert not first.exists()
+                may_write.set()
+                wait(save)
+
+            patch.setattr(BackgroundSave, "wait", let_write_and_wait)
             second = save_training_state(folder, state_of(2), step=2, save_async=True)
+            patch.setattr(BackgroundSave, "wait", wait)
             assert may_write.is_set()
             assert first.exists()
-            timer.join()
         wait_for_saves()
         assert second.exists()
 

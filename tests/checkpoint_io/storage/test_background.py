@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 
 PLUGINS = {"ddp": TorchDDPPlugin, "zero": lambda: LowLevelZeroPlugin(precision="fp32")}
 SAVED_AT = 2
-STEPS = 40
+STEPS = 10_000  # more than a save takes
 
 
 def make_slow(seconds: float, *, only: int | None = None, then: Exception | None = None) -> None:

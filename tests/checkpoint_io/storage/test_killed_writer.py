@@ -3,7 +3,6 @@
 import os
 import random
 import signal
-import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
+from tests.checkpoint_io.moments import die_at_call, num_calls_of
 from tests.tiers import further
 
 pytestmark = pytest.mark.unit
@@ -32,46 +32,40 @@ def state_of(step: int) -> TrainingState:
     return TrainingState(model=model, optimizer=optimizer, extra={"told": step})
 
 
-def save_for_ever(folder: Path, first_step: int, saved: int) -> None:
-    """Save one state after the other; write a byte into a pipe for each."""
+def save_for_ever(folder: Path, first_step: int, num_saves: int, moment: int) -> None:
+    """Save one state after the other, and die at a moment that counts from the end of a number of saves."""
     step = first_step
     while True:
+        if step == first_step + num_saves:
+            die_at_call(moment)
         # Every third step overwrites the one before: folders are exchanged as well as added.
         save_training_state(folder, state_of(step), step=step - step % 3 // 2, keep_last=1)
-        os.write(saved, b".")
         step += 1
 
 
-def killed_after(num_saves: int, seconds: float, folder: Path, first_step: int) -> None:
-    """Kill a writer some time after it has saved a number of states."""
-    ours, saved = os.pipe()
+def killed_after(num_saves: int, moment: int, folder: Path, first_step: int) -> None:
+    """Let a writer be killed at a moment after it has saved a number of states."""
     child = os.fork()
     if child == 0:
         try:
-            save_for_ever(folder, first_step, saved)
+            save_for_ever(folder, first_step, num_saves, moment)
         finally:
             os._exit(1)
-    os.close(saved)
-    with os.fdopen(ours, "rb", buffering=0) as pipe:
-        for _ in range(num_saves):
-            assert pipe.read(1), "the writer ended by itself"
-        time.sleep(seconds)
-        os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
     assert os.WIFSIGNALED(status), "the writer ended by itself"
+    assert os.WTERMSIG(status) == signal.SIGKILL
 
 
-@pytest.mark.parametrize("num_kills", [3, further(8)])
+@pytest.mark.parametrize("num_kills", [6, further(40)])
 def test_kill_at_any_moment(num_kills: int, tmp_path: Path) -> None:
     generator = random.Random(20)
-    for _ in range(2):  # the second tells how long a save takes on this machine, just now
-        begin = time.monotonic()
-        save_training_state(tmp_path, state_of(0), step=0)
-    seconds = time.monotonic() - begin
+    save_training_state(tmp_path, state_of(0), step=0)
+    num_moments = num_calls_of(lambda: save_training_state(tmp_path, state_of(0), step=0))
+    assert num_moments > 50
     last = 0
     for number in range(num_kills):
         num_saves = number % 3  # none: in its first, or before it
-        killed_after(num_saves, seconds * generator.uniform(0, 2), tmp_path, last + 1)
+        killed_after(num_saves, generator.randrange(2 * num_moments), tmp_path, last + 1)
         path = latest_training_state(tmp_path)
         assert path is not None, "no complete training state is left"
         loaded = state_of(-1)

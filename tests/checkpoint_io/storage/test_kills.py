@@ -28,5 +28,4 @@ def test_kill_any_rank_at_any_moment(num_tries: int, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000007"]  # nothing of the killed ones
     assert len(kills) == num_tries
     assert kills[-1]["told"] >= num_tries  # with this seed the keeper waits for 6 saves in 6 tries, 24 in 20
-    if num_tries == NUM_TRIES:  # of a few, all may have fallen between two saves
-        assert any(kill["num_left"] for kill in kills), "not one fell into the writing of a save"
+    assert any(kill["num_left"] for kill in kills), "not one fell into the writing of a save"
