@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import SpawnProcess
 from typing import Any, NamedTuple
 
+from colossalai._clock import Clock
+
 _START_S = 300.0  # for a process to import the function's module, on a busy machine
 _END_S = 5.0  # for the exit handlers of the function's module
 
@@ -46,10 +48,14 @@ class TimedCalls(ABC):
     Args:
         seconds: Time limit of each call.
         workers: Number of concurrent calls.
+        clock: The clock of the limits.
+
+    Attributes:
+        seconds: Time limit of each call from now on.
     """
 
-    def __init__(self, *, seconds: float, workers: int) -> None:
-        self._seconds, self._num_workers = seconds, workers
+    def __init__(self, *, seconds: float, workers: int, clock: Clock) -> None:
+        self.seconds, self._num_workers, self._clock = seconds, workers, clock
 
     def rewards(self, calls: Sequence[Call]) -> list[float]:
         """Return the result of each call.
@@ -66,11 +72,11 @@ class TimedCalls(ABC):
             while waiting and len(deadlines) < self._num_workers:
                 number = waiting.popleft()
                 self._begin(number, calls[number])
-                deadlines[number] = time.monotonic() + self._seconds
+                deadlines[number] = self._clock.now() + self.seconds
             latest = min(deadlines, key=deadlines.__getitem__)
-            outcome = self._next(max(deadlines[latest] - time.monotonic(), 0.0))
+            outcome = self._next(max(deadlines[latest] - self._clock.now(), 0.0))
             if outcome is None:
-                raise _error(calls[latest], f"it took longer than seconds={self._seconds}")
+                raise _error(calls[latest], f"it took longer than seconds={self.seconds}")
             if outcome.problem is not None:
                 error = _error(calls[outcome.number], outcome.problem)
                 error.add_note(outcome.trace)
@@ -101,10 +107,13 @@ class ThreadCalls(TimedCalls):
         function: The function.
         seconds: Time limit of each call.
         workers: Number of concurrent calls.
+        clock: The clock of the limits. Default: that of this machine.
     """
 
-    def __init__(self, function: Callable[..., float], *, seconds: float, workers: int) -> None:
-        super().__init__(seconds=seconds, workers=workers)
+    def __init__(
+        self, function: Callable[..., float], *, seconds: float, workers: int, clock: Clock | None = None
+    ) -> None:
+        super().__init__(seconds=seconds, workers=workers, clock=clock or Clock())
         self._function = function
         self._outcomes: queue.SimpleQueue[_Outcome] = queue.SimpleQueue()
 
@@ -171,7 +180,7 @@ class ProcessCalls(TimedCalls):
     """
 
     def __init__(self, function: bytes, *, seconds: float, workers: int) -> None:
-        super().__init__(seconds=seconds, workers=workers)
+        super().__init__(seconds=seconds, workers=workers, clock=Clock())
         self._function = function
         self._workers: list[_Worker] = []
 

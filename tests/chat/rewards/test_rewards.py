@@ -20,10 +20,11 @@ from colossalai.booster import Booster
 from colossalai.chat import GRPO, ModelReward, RewardError, RewardSum, TimedReward, chat_data, with_value_head
 from colossalai.chat.data import encode_prompt, make_toy_data, make_toy_tokenizer
 from colossalai.chat.rewards import AnswerText, scorer_of
-from colossalai.chat.rewards._timed_calls import RewardCallError
+from colossalai.chat.rewards._timed_calls import RewardCallError, ThreadCalls
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from tests.chat.tiny import causal, tokenizer
+from tests.harness.clocks import FakeClock
 from tests.ranks import run_ranks
 
 SAMPLING = SamplingParams(max_tokens=6)
@@ -88,21 +89,27 @@ def test_processes_call_a_function_and_are_ended() -> None:
 )
 def test_a_call_that_fails_in_a_process_is_named_and_no_process_is_left(answer: str, words: str) -> None:
     at_work = scorer(TimedReward(function=of_process, seconds=0.5 if answer == "hang" else LONG_S))
+    # A limit that is short is of a call that hangs, and of no other: that could be late on a busy machine.
+    texts = ("hang", "fine") if answer == "hang" else ("fine", answer, "fine")
     with pytest.raises(RewardCallError, match=words) as caught:
-        at_work.scores(answers("fine", answer, "fine"))
+        at_work.scores(answers(*texts))
     assert multiprocessing.active_children() == []
     assert answer != "raise" or "in of_process" in caught.value.__notes__[0]
 
 
 @pytest.mark.unit
 def test_the_limit_is_of_a_call_not_of_those_that_wait_for_it() -> None:
-    def slow(*call: Any) -> float:
-        time.sleep(0.4)
-        return float(len(call[1]))
+    time_of_test = FakeClock()
 
-    at_work = scorer(TimedReward(function=slow, seconds=2.0, workers=2))
-    texts = ["a" * number for number in range(12)]  # 2.4 seconds in all, and no call is late
-    assert at_work.scores(answers(*texts)) == [float(number) for number in range(12)]
+    def slow(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
+        time.sleep(0.02)  # without it, a call has ended before its limit is looked at
+        time_of_test.sleep(400.0)
+        return float(len(answer))
+
+    calls = ThreadCalls(slow, seconds=2000.0, workers=1, clock=time_of_test.clock)
+    found = calls.rewards([("3+4=", "a" * number, {}) for number in range(12)])
+    assert found == [float(number) for number in range(12)]
+    assert time_of_test.seconds == 4800.0  # in all, and no call is late
 
 
 @pytest.mark.unit
@@ -113,23 +120,26 @@ def test_what_does_not_pickle_is_called_in_threads() -> None:
         called.append(os.getpid())
         if answer == "hang":
             done.wait()
+            return 2.0
         if answer == "raise":
             raise KeyError("no key")
         if answer == "leave":
             sys.exit(3)
         return 1.0
 
-    at_work = scorer(TimedReward(function=hang, seconds=0.3))
+    at_work = scorer(TimedReward(function=hang, seconds=LONG_S))
     try:
         assert at_work.scores(answers("a", "b")) == [1.0, 1.0]
         with pytest.raises(RewardCallError, match=r"'raise' to the prompt '3\+4=': KeyError: 'no key'"):
             at_work.scores(answers("raise"))
         with pytest.raises(RewardCallError, match=r"'leave' to the prompt '3\+4=': SystemExit: 3"):
             at_work.scores(answers("leave"))
+        calls = ThreadCalls(hang, seconds=0.3, workers=1)
         with pytest.raises(RewardCallError, match=r"took longer than seconds=0.3"):
-            at_work.scores(answers("hang"))
+            calls.rewards([("3+4=", "hang", {})])
+        calls.seconds = LONG_S
         done.set()
-        assert at_work.scores(answers("a")) == [1.0]  # not what the late call answers
+        assert calls.rewards([("3+4=", "a", {})]) == [1.0]  # not what the late call answers
     finally:
         done.set()
         at_work.close()
@@ -199,8 +209,7 @@ def test_mistakes() -> None:
 
 
 def hang(prompt: str, answer: str, row: Mapping[str, Any]) -> float:
-    if row["number"] >= 2:
-        time.sleep(LONG_S)
+    time.sleep(LONG_S)
     return float(len(answer))
 
 
@@ -208,7 +217,6 @@ def fit(reward: Any, steps: int, more: dict[str, Any] | None = None) -> Any:
     colossalai.launch_from_torch({}, verbose=False)
     model = causal()
     rows = make_toy_data("sums", 6, 0, stage="prompts")
-    rows = [{**each, "number": number} for number, each in enumerate(rows)]
     try:
         return (
             GRPO(reward=reward, group_size=2)
