@@ -117,4 +117,6 @@ SAME_CLASS_NAME = {
 }
 
 # Function: why it compares a measured time; there is one of each kind, in the tier `long`.
-MEASUREMENTS: dict[str, str] = {}
+MEASUREMENTS = {
+    "test_a_search_takes_less_than_a_minute_of_processor_time": "counts of steps miss slow steps",
+}

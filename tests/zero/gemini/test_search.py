@@ -1,8 +1,10 @@
 """Chunk layout and search: every parameter lies once, in order, and no size that is tried wastes less."""
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import sys
+import time
+from collections.abc import Callable, Sequence
 from itertools import pairwise
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -270,38 +272,67 @@ def test_a_model_without_parameters_has_no_chunks(capsys: pytest.CaptureFixture[
     assert "total wasted percentage is 0.00%" in capsys.readouterr().err
 
 
-@contextmanager
-def counted_look_ups() -> Iterator[list[int]]:
-    """Record the number of values of each look-up among the borders of parameters: what a search costs."""
-    counts: list[int] = []
-    searchsorted = np.searchsorted
-
-    def look_up(borders: Any, values: Any, **options: Any) -> Any:
-        counts.append(np.size(values))
-        return searchsorted(borders, values, **options)
-
-    with patch.object(np, "searchsorted", look_up):
-        yield counts
-
-
-def test_ten_billion_elements_in_few_look_ups() -> None:
+def ten_billion_elements() -> nn.Module:
     model = on_meta(lambda: GPT(GPTConfig(num_layers=96, hidden_size=2944, num_attention_heads=32)))
     assert 9.9e9 < sum(param.numel() for param in model.parameters()) < 10.6e9
-    with counted_look_ups() as counts:
-        search_chunk_configuration(model, 32, 2944)
-    assert 100 < len(counts) < 3_000
-    assert sum(counts) < 50_000  # if each size is tried: 3 million
+    return model
 
 
-def test_thousands_of_unequal_parameters_in_few_look_ups() -> None:
+def unequal_numels() -> list[int]:
     generator = torch.Generator().manual_seed(0)
-    numels = torch.randint(0, 2_500_000, (8000,), generator=generator).tolist()
-    sizes = ChunkSizes.in_mb()
+    numels: list[int] = torch.randint(0, 2_500_000, (8000,), generator=generator).tolist()
     assert sum(numels) > 9.9e9
-    with counted_look_ups() as counts:
-        search(numels, sizes, num_ranks=8)
-    assert 100 < len(counts) < 1_500  # one for all sizes, for each chunk
-    assert sum(counts) < 10_000_000
+    return numels
+
+
+def effort_of(do: Callable[[], object]) -> tuple[int, int]:
+    """Return how many lines of Python run, and how many borders of parameters numpy looks up."""
+    num_lines = num_lookups = 0
+    tracer, searchsorted = sys.gettrace(), np.searchsorted
+
+    def count_line(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal num_lines
+        num_lines += event == "line"
+        return count_line
+
+    def count_lookups(borders: Any, values: Any, *args: Any, **options: Any) -> Any:
+        nonlocal num_lookups
+        num_lookups += np.size(values)
+        return searchsorted(borders, values, *args, **options)
+
+    with patch.object(np, "searchsorted", count_lookups):
+        sys.settrace(count_line)
+        try:
+            do()
+        finally:
+            sys.settrace(tracer)
+    return num_lines, num_lookups
+
+
+def test_ten_billion_elements_take_few_steps() -> None:
+    """1156 parameters and 11,398 candidates: 15,000 lookups, as most candidates pack like smaller ones."""
+    model = ten_billion_elements()
+    num_lines, num_lookups = effort_of(lambda: search_chunk_configuration(model, 32, 2944))
+    assert 1000 < num_lines < 150_000
+    assert 1000 < num_lookups < 25_000
+
+
+def test_thousands_of_unequal_parameters_take_few_steps() -> None:
+    """8000 parameters and 32,769 candidates: each candidate looks up the end of each of its chunks."""
+    numels, sizes = unequal_numels(), ChunkSizes.in_mb()
+    num_lines, num_lookups = effort_of(lambda: search(numels, sizes, num_ranks=8))
+    assert 1000 < num_lines < 150_000
+    assert 10_000 < num_lookups < 10_000_000
+
+
+@pytest.mark.long
+def test_a_search_takes_less_than_a_minute_of_processor_time() -> None:
+    """The measurement of time: 0.1 s on one slow core."""
+    model, numels, sizes = ten_billion_elements(), unequal_numels(), ChunkSizes.in_mb()
+    begun = time.process_time()
+    search_chunk_configuration(model, 32, 2944)
+    search(numels, sizes, num_ranks=8)
+    assert time.process_time() - begun < 60.0
 
 
 def test_fractions_of_a_mb() -> None:
