@@ -25,7 +25,7 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
-from tests.checkpoint_io.moments import die_at_call
+from tests.checkpoint_io.storage.moments import die_at_call
 from tests.harness.ports import reserved_port
 
 NUM_RANKS = 2

@@ -17,15 +17,13 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
-from colossalai._clock import Clock
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.cluster._store_departure import StoreDeparture
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.monitor import PeerProcess
 from colossalai.zero.gemini import _positions
-from tests.harness.clocks import FakeClock
+from tests.harness.clocks import Clock, FakeClock, process
 from tests.ranks import ROOT, run_ranks
 from tests.tiers import further
 

@@ -7,9 +7,8 @@ import torch.distributed as dist
 import colossalai
 from colossalai.communication import all_gather, all_reduce, broadcast
 from colossalai.context import ParallelMode
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
-from tests.harness.clocks import clock_of_file
+from tests.harness.clocks import clock_of_file, process
 from tests.monitor.hanging import wait_for
 from tests.ranks import run_ranks
 

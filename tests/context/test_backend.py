@@ -14,13 +14,12 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 import colossalai
-from colossalai._clock import Clock
 from colossalai.communication.shared_memory import transport_of
 from colossalai.context import ParallelMode
 from colossalai.context._launch_arguments import chosen_backend
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.monitor import PeerProcess
+from tests.harness.clocks import Clock, process
 from tests.ranks import run_ranks
 from tests.tiers import further
 

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 import colossalai
-from colossalai._clock import Clock
 from colossalai.booster import Booster
 from colossalai.cluster import serve_store, wait_for_server
 from colossalai.communication import all_gather
@@ -27,10 +26,9 @@ from colossalai.context import (
     ProcessGroupInitializer,
     set_mode,
 )
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.registry import DIST_GROUP_INITIALIZER
-from tests.harness.clocks import FakeClock
+from tests.harness.clocks import Clock, FakeClock, process
 from tests.ranks import run_ranks
 from tests.tiers import further
 

@@ -6,7 +6,8 @@ import threading
 from itertools import count
 from pathlib import Path
 
-from colossalai._clock import Clock
+from colossalai._clock import Clock as Clock
+from colossalai.context._process import process as process  # `process.clock` is that of a launch
 
 
 class FakeClock:

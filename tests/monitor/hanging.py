@@ -21,8 +21,8 @@ from torch.distributed import distributed_c10d
 import colossalai
 from colossalai.communication import all_reduce
 from colossalai.context import ParallelMode
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
+from tests.harness.clocks import process
 from tests.monitor.watch_clock import WatchClock, write
 
 TP = ParallelMode.PARALLEL_1D

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from colossalai._clock import Clock
 from colossalai.monitor import _last_calls
 from colossalai.monitor._calls import CallRecord
 from colossalai.monitor._collective_check import CollectiveCheck
@@ -20,6 +19,7 @@ from colossalai.monitor._last_calls import (
     SignatureRecord,
     disagreements,
 )
+from tests.harness.clocks import Clock
 
 pytestmark = pytest.mark.mesh
 

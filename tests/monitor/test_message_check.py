@@ -5,9 +5,8 @@ import torch
 import torch.distributed as dist
 
 import colossalai
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
-from tests.harness.clocks import clock_of_file
+from tests.harness.clocks import clock_of_file, process
 from tests.monitor.hanging import meet, wait_for
 from tests.ranks import run_ranks
 from tests.tiers import further

@@ -2,11 +2,11 @@
 
 import pytest
 
-from colossalai._clock import Clock
 from colossalai.monitor import _wait_timer
 from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import expected_wait, innermost_sections, meeting, section
 from colossalai.monitor._wait_timer import WaitTimer
+from tests.harness.clocks import Clock
 
 pytestmark = pytest.mark.unit
 

@@ -13,8 +13,7 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
-from colossalai._clock import Clock
-from colossalai.context._process import process
+from tests.harness.clocks import Clock, process
 
 LOOK_S = 0.02
 SLOWNESS = 300  # of deadlines: real seconds for each

@@ -16,7 +16,7 @@ from colossalai.checkpoint_io import (
     load_training_state,
     save_training_state,
 )
-from tests.checkpoint_io.moments import die_at_call, num_calls_of
+from tests.checkpoint_io.storage.moments import die_at_call, num_calls_of
 from tests.tiers import further
 
 pytestmark = pytest.mark.unit

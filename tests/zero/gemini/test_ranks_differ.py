@@ -15,11 +15,11 @@ from torch import nn
 
 import colossalai
 from colossalai.amp import Casts
-from colossalai.context._process import process
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero._exchange import start_meeting
 from colossalai.zero.gemini import ChunkSizes, Gemini
+from tests.harness.clocks import process
 from tests.monitor.hanging import notices, wait_for
 from tests.ranks import RanksError, run_ranks
 from tests.tiers import after_the_first, further
