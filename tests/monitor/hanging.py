@@ -99,6 +99,13 @@ def meet() -> None:
     store.wait(keys, timedelta(seconds=LIMIT_S))
 
 
+def num_notices() -> int:
+    """Return how often the ranks have been asked for reports while the job goes on."""
+    (watchdog,) = (watchdog for watchdog, _ in process.watching)
+    assert watchdog is not None
+    return watchdog._notices
+
+
 def note_known(folder: Path) -> None:
     """Wait until the watchdog of this rank knows where the others run, and say so."""
     (watchdog,) = (watchdog for watchdog, _ in process.watching)

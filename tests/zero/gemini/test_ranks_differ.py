@@ -19,8 +19,7 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero._exchange import start_meeting
 from colossalai.zero.gemini import ChunkSizes, Gemini
-from tests.harness.clocks import process
-from tests.monitor.hanging import notices, wait_for
+from tests.monitor.hanging import notices, num_notices, wait_for
 from tests.ranks import RanksError, run_ranks
 from tests.tiers import after_the_first, further
 from tests.zero.gemini.nets import trained
@@ -182,23 +181,21 @@ def test_with_the_patience_that_users_have_it_ends_long_before_the_timeout_of_th
     assert time.monotonic() - start > USERS_S
 
 
-def has_answered(watchdog: Any, num_reports: int) -> bool:
-    return watchdog._notices >= num_reports
+def has_answered(num_reports: int) -> bool:
+    return num_notices() >= num_reports
 
 
 def is_slow(backend: str, folder: Path) -> tuple[list[str], float]:
     """Train; rank 1 comes when a line has said that it is waited for, and when it was asked again."""
     with notices(folder) as told:
         rank = launch(backend, folder)
-        (watchdog,) = (watchdog for watchdog, _ in process.watching)
         net, twin = Layers(), Layers()
         make = partial(torch.optim.SGD, lr=0.1)
         step, optimizer = trained(net, applied := put(net, SHORT_S), make), make(twin.parameters())
         for number in range(3):
             if rank == 1 and number == 1:
                 wait_for(told)
-                asked_twice = watchdog._notices + 2
-                wait_for(partial(has_answered, watchdog, asked_twice))
+                wait_for(partial(has_answered, num_notices() + 2))
             step((inputs(),))
             train(twin, optimizer)
         far = apart(net, twin, applied)
