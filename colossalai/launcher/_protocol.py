@@ -78,16 +78,26 @@ class RemoteProcess(ABC):
         command: Starts it, with messages on its stdin and stdout.
         preamble: The first bytes of its stdin, before the first message; see [Note: variables over stdin] in
             `_environment.py`.
+        heartbeat_s: Seconds between two heartbeats.
+        silence_s: Seconds without a heartbeat or message after which the process is lost.
 
     Attributes:
         last_message_at: Time of its last message, in seconds since the epoch.
         errors: The last lines of its stderr.
     """
 
-    def __init__(self, command: Sequence[str], preamble: bytes) -> None:
+    def __init__(
+        self,
+        command: Sequence[str],
+        preamble: bytes,
+        *,
+        heartbeat_s: float = HEARTBEAT_S,
+        silence_s: float = SILENCE_S,
+    ) -> None:
         self.last_message_at = time.time()
         self.errors: deque[bytes] = deque(maxlen=_ERROR_LINES)
         self._command, self._preamble = list(command), preamble
+        self._heartbeat_s, self._silence_s = heartbeat_s, silence_s
         self._process: asyncio.subprocess.Process | None = None
         self._tasks: list[asyncio.Task[None]] = []
         self._last_alive = time.monotonic()
@@ -104,7 +114,7 @@ class RemoteProcess(ABC):
 
     @abstractmethod
     def _on_silence(self) -> None:
-        """Called when nothing has come for `SILENCE_S`, before the connection is ended."""
+        """Called when nothing has come for `silence_s`, before the connection is ended."""
 
     @abstractmethod
     def _on_end(self, exit_code: int) -> None:
@@ -192,12 +202,12 @@ class RemoteProcess(ABC):
         assert self._process.stdin is not None
         while self._process.returncode is None and not self._process.stdin.is_closing():
             self._process.stdin.write(_HEARTBEAT)
-            is_silent = self._has_greeted and time.monotonic() - self._last_alive > SILENCE_S
+            is_silent = self._has_greeted and time.monotonic() - self._last_alive > self._silence_s
             if is_silent and not self._is_busy:
                 self._on_silence()
                 kill(self._process)
                 return
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(self._heartbeat_s)
 
     def _mark_alive(self) -> None:
         self._last_alive, self.last_message_at = time.monotonic(), time.time()
@@ -225,18 +235,23 @@ class ControllerLink:
     Args:
         handlers: Callables by kind of message, called in a separate thread; all other messages wait for
             `expect`.
-        on_loss: Called in a thread of its own when the connection ends or nothing comes for `SILENCE_S`.
+        on_loss: Called in a thread of its own when the connection ends or nothing comes for `silence_s`.
+        silence_s: Seconds without a heartbeat or message after which the controller is lost.
     """
 
     def __init__(
-        self, handlers: Mapping[str, Callable[[dict[str, Any]], None]], *, on_loss: Callable[[], None]
+        self,
+        handlers: Mapping[str, Callable[[dict[str, Any]], None]],
+        *,
+        on_loss: Callable[[], None],
+        silence_s: float = SILENCE_S,
     ) -> None:
         self._in, self._out = os.dup(0), os.dup(1)
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)
-        self._handlers, self._on_loss = handlers, on_loss
+        self._handlers, self._on_loss, self._silence_s = handlers, on_loss, silence_s
         self._send_lock = threading.Lock()
         self._inbox: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
@@ -266,7 +281,7 @@ class ControllerLink:
     def _listen(self) -> None:
         """Read, and never write: a write blocks when the link is dead, and this thread notices that."""
         rest, last_alive = b"", time.monotonic()
-        while time.monotonic() - last_alive < SILENCE_S:
+        while time.monotonic() - last_alive < self._silence_s:
             if not select.select([self._in], [], [], 1.0)[0]:
                 continue
             chunk = os.read(self._in, _CHUNK)
