@@ -33,6 +33,7 @@ from colossalai.launcher._failure import JobFailure, RankState, find_failure, re
 from colossalai.launcher._job import MAX_DRAIN_SIGNALS, Job, port_taken
 from colossalai.launcher._processes import (
     GRACE_S,
+    PEER_ERRORS_S,
     adopt_orphans,
     end_descendants,
     ending_signals,
@@ -41,7 +42,6 @@ from colossalai.launcher._processes import (
 from colossalai.launcher._protocol import ControllerLink
 from colossalai.launcher._worker_pipes import WorkerPipes
 
-_LAST_WORDS_S = 2.0  # time for the peers of a killed rank to report their errors
 _POLL_S = 0.1
 
 
@@ -77,7 +77,13 @@ def launch(job: Job) -> int:
     folder = JobFolder("run")
     try:
         logs = DefaultLogsSpecs(log_dir=str(folder.path))
-        agent = LocalAgent(worker_spec(job, rendezvous, binding), logs, drain_s=job.drain_s)
+        agent = LocalAgent(
+            worker_spec(job, rendezvous, binding),
+            logs,
+            drain_s=job.drain_s,
+            grace_s=job.grace_s,
+            peer_errors_s=job.peer_errors_s,
+        )
         agent.run()
     except SignalException as stop:
         if agent.failure is None:
@@ -119,12 +125,22 @@ class LocalAgent(LocalElasticAgent):
         spec: The ranks to run, as torch's agent takes them.
         logs: Destination of the ranks' output and errors.
         drain_s: Seconds that rank 0 has to end the job well after a signal; None: a signal ends all ranks.
+        grace_s: Seconds from the first signal to the ranks until they are killed.
+        peer_errors_s: Seconds that the peers of a killed rank have to report their errors.
     """
 
-    def __init__(self, spec: WorkerSpec, logs: LogsSpecs, *, drain_s: float | None = None) -> None:
+    def __init__(
+        self,
+        spec: WorkerSpec,
+        logs: LogsSpecs,
+        *,
+        drain_s: float | None = None,
+        grace_s: float = GRACE_S,
+        peer_errors_s: float = PEER_ERRORS_S,
+    ) -> None:
         super().__init__(spec, logs)
         self.failure: JobFailure | None = None
-        self._drain_s = drain_s
+        self._drain_s, self._grace_s, self._peer_errors_s = drain_s, grace_s, peer_errors_s
         self._drain: tuple[signal.Signals, float] | None = None  # its signal, and its deadline
         self._num_signals = 0
         self._ended_at: dict[int, float] = {}  # by pid
@@ -194,14 +210,14 @@ class LocalAgent(LocalElasticAgent):
         self._wait_for_peer_errors(self.failure)
         self.on_failure()
         self._remaining_restarts = 0  # restarts are made by the process that started this agent
-        end_descendants(signal.SIGTERM, grace_s=GRACE_S)
+        end_descendants(signal.SIGTERM, grace_s=self._grace_s)
         return RunResult(state=WorkerState.FAILED)
 
     def _wait_for_peer_errors(self, failure: JobFailure) -> None:
         """Wait briefly for the errors of a killed rank's peers, before all ranks are ended."""
         if not (isinstance(failure.first, RankState) and failure.first.was_killed):
             return
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline = time.monotonic() + self._peer_errors_s
         while time.monotonic() < deadline:
             ranks = self.rank_states()
             self.failure = find_failure(ranks, now=time.time(), patience_s=GRACE_S)
@@ -212,7 +228,7 @@ class LocalAgent(LocalElasticAgent):
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
         """End all processes, unless the job succeeded: its background processes then keep running."""
         if self.get_worker_group().state != WorkerState.SUCCEEDED:
-            end_descendants(death_sig, grace_s=GRACE_S)
+            end_descendants(death_sig, grace_s=self._grace_s)
         super()._shutdown(death_sig, timeout)
 
 

@@ -327,13 +327,13 @@ class _Controller:
         if gives_up or self._is_over():
             signal_to_send = self._stopped_by or signal.SIGTERM
             for agent in self._agents:
-                agent.send("stop", signal=int(signal_to_send), grace_s=GRACE_S)
+                agent.send("stop", signal=int(signal_to_send), grace_s=self._cluster.job.grace_s)
         lost = [agent for agent in self._agents if agent.loss is not None]
         # Lost hosts are swept while the others end: it may take `_SWEEP_S` to find that one is out of reach.
         await asyncio.gather(
             self._wait_until(
                 lambda: all(agent.stage == Stage.GONE for agent in self._agents),
-                GRACE_S + _KILL_S,
+                self._cluster.job.grace_s + _KILL_S,
                 ends_on_failure=False,
             ),
             *(self._sweep(agent.host) for agent in lost),

@@ -12,6 +12,7 @@ from pathlib import Path
 from colossalai.cluster import GLOO, NCCL, Host, holder_of, port_is_free
 from colossalai.launcher._cleanup import MARK_VARIABLE
 from colossalai.launcher._environment import READ_VARIABLES, is_secret, variables_line
+from colossalai.launcher._processes import GRACE_S, PEER_ERRORS_S
 from colossalai.launcher._ssh import command_on
 
 MAX_DRAIN_SIGNALS = 2
@@ -31,6 +32,8 @@ class Job:
     # Seconds that rank 0 has to end the job well after a signal, which it alone gets; a second signal goes to
     # it, too. None: a signal ends all ranks.
     drain_s: float | None = None
+    grace_s: float = GRACE_S  # from a signal that ends all ranks until they are killed
+    peer_errors_s: float = PEER_ERRORS_S  # for errors of the peers of a killed rank, in a job on one machine
 
 
 def check_job(job: Job) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import psutil
 
 GRACE_S = 3.0  # time between SIGTERM and SIGKILL
+PEER_ERRORS_S = 2.0  # time for the peers of a killed rank to report their errors
 _PR_SET_CHILD_SUBREAPER = 36
 _POLL_S = 0.02
 _KILL_S = 5.0  # a killed process that lives longer is stuck in the kernel, where nothing reaches it

@@ -25,7 +25,7 @@ from colossalai.launcher._environment import (
     withheld_names,
 )
 from colossalai.launcher._job import ClusterJob, Job, check_cluster_job, check_job
-from colossalai.launcher._processes import ignored_sigint_note
+from colossalai.launcher._processes import GRACE_S, ignored_sigint_note
 from colossalai.launcher._ssh import is_this_machine
 from colossalai.launcher.preflight import PreflightRequest, preflight
 
@@ -56,6 +56,7 @@ class RunOptions:
     ssh_port: int | None = None
     extra_launch_args: str | None = None
     drain_s: float | None = None
+    grace_s: float = GRACE_S
     dry_run: bool = False
     preflight: bool = True
 
@@ -77,6 +78,7 @@ def run(options: RunOptions) -> int:
         bind=options.bind,
         master_port=options.master_port,
         drain_s=options.drain_s,
+        grace_s=options.grace_s,
     )
     # On another machine the port is the agent's to check.
     check_job(job if len(hosts) < 2 else replace(job, master_port=0))

@@ -55,14 +55,14 @@ class Command:
         self.process.wait()
 
 
-def start(folder: Path, *args: str, script: str = "", stdout: int | None = None) -> Command:
-    """Start `colossalai args...` in `folder`, where `script` is the text of job.py."""
+def start(folder: Path, *args: str, script: str = "", stdout: int | None = None, driver: str = "") -> Command:
+    """Start `colossalai args...`, or the program `driver`, in `folder`, where job.py is `script`."""
     folder.mkdir(exist_ok=True)
     (folder / "job.py").write_text(script)
     environment = {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "colossalai.cli", *args],
+            [sys.executable, *(("-c", driver) if driver else ("-m", "colossalai.cli")), *args],
             cwd=folder,
             env={**environment, "PYTHONPATH": str(ROOT)},
             stdin=subprocess.DEVNULL,
@@ -77,7 +77,7 @@ def path_with_command() -> str:
     return os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
 
 
-def wait_until(is_so: Callable[[], bool], timeout: float) -> None:
+def wait_until(is_so: Callable[[], bool], timeout: float = START_S) -> None:
     """Wait, and fail if it does not become so."""
     deadline = time.monotonic() + timeout
     while not is_so():

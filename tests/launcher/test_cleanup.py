@@ -21,9 +21,9 @@ HOLDS = """
 import subprocess, sys, time
 from colossalai.launcher._cleanup import JobFolder
 folder = JobFolder("node")
-child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.DEVNULL)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], stdout=subprocess.DEVNULL)
 print(child.pid, folder.path, flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 
 

@@ -50,7 +50,7 @@ def begin(tmp_path: Path) -> Iterator[Callable[..., tuple[Command, dict[str, int
                 process = subprocess.Popen(words, cwd=tmp_path, env=environment, stdout=out, stderr=err)
             command = Command(process, tmp_path)
             ends.callback(command.end)
-            wait_until(lambda: len(pids_of(command)) == 2 or process.poll() is not None, 120)
+            wait_until(lambda: len(pids_of(command)) == 2 or process.poll() is not None)
             return command, pids_of(command)
 
         yield begin
@@ -65,9 +65,9 @@ def pids_of(command: Command) -> dict[str, int]:
 @pytest.mark.long  # so ends the service of tests/serving/test_serve_command.py
 @pytest.mark.parametrize("max_restarts", [1, 0])
 def test_the_first_rank_ends_the_job(begin: Callable[..., tuple[Command, dict[str, int]]], max_restarts: int):
-    command, pids = begin(2, 60.0, max_restarts)
+    command, pids = begin(2, 600.0, max_restarts)
     command.process.terminate()
-    wait_until(lambda: command.out.count("asked-0") == 1, 30)
+    wait_until(lambda: command.out.count("asked-0") == 1)
     assert command.process.poll() is None
     command.process.terminate()
     assert command.wait() == 0, command.err
@@ -86,9 +86,9 @@ def test_a_late_end_and_a_third_signal_end_all(
     command, pids = begin(99, 1.0 if is_late else 600.0, max_restarts)
     command.process.terminate()
     if not is_late:
-        wait_until(lambda: command.out.count("asked-0") == 1, 30)
+        wait_until(lambda: command.out.count("asked-0") == 1)
         command.process.terminate()
-        wait_until(lambda: command.out.count("asked-0") == 2, 30)
+        wait_until(lambda: command.out.count("asked-0") == 2)
         command.process.terminate()
     assert command.wait() == 128 + signal.SIGTERM, command.err
     assert "stopped by SIGTERM" in command.err

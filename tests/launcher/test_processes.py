@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from colossalai.launcher._processes import ending_signals, exit_code_of, ignored_sigint_note
+from colossalai.launcher import _controller
+from colossalai.launcher._processes import GRACE_S, ending_signals, exit_code_of, ignored_sigint_note
+from colossalai.launcher._protocol import HEARTBEAT_S, SILENCE_S
 
 pytestmark = pytest.mark.unit
 
@@ -39,3 +41,10 @@ def test_a_job_heeds_no_signal_that_it_was_started_to_ignore(monkeypatch: pytest
         heeded = [name for name in ("SIGTERM", "SIGINT", "SIGQUIT", "SIGHUP") if name not in ignored]
         assert ending_signals() == heeded
     assert "Ctrl-C does not end the job, `kill" in ignored_sigint_note()
+
+
+def test_the_deadlines_at_the_end_of_a_job_are_within_30_s():
+    """See [Note: deadlines at the end of a job]: a host that is silent or stuck, and its sweep."""
+    after_failure = GRACE_S + _controller._KILL_S
+    assert SILENCE_S + HEARTBEAT_S + max(after_failure, _controller._SWEEP_S) < 30
+    assert after_failure + _controller._SWEEP_S < 30

@@ -68,7 +68,7 @@ def kill_again_and_again(network: Network, folder: Path, *, kills: int, seed: in
                 psutil.Process(ranks[choose.choice((0, 1))]).kill()
         (folder / "finish").touch()
         assert job.wait(START_S) == 0, job.err
-        wait_until_empty(network, 10)
+        wait_until_empty(network)
     finally:
         job.end()
     starts = [int(done) for done in re.findall(r"rank 0: \d+ starts at (\d+)$", job.out, re.MULTILINE)]

@@ -86,14 +86,17 @@ class Launch:
                     continue  # it has just ended
 
 
-def launch(network: Network, folder: Path, *args: str, script: str = "", **variables: str) -> Launch:
-    """Start `colossalai run args...` on host1, in `folder`, where `script` is the text of job.py."""
+def launch(
+    network: Network, folder: Path, *args: str, script: str = "", driver: str = "", **variables: str
+) -> Launch:
+    """Start `colossalai run args...`, or a program, on host1, in `folder`, where job.py is `script`."""
     (folder / "job.py").write_text(script)
+    words = ["-c", driver] if driver else ["-m", "colossalai.cli", "run", *args]
     clean = {name: None for name in os.environ if name.startswith(SETTINGS)}
     env = {name: value for name, value in os.environ.items() if name not in clean}
     with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
         process = subprocess.Popen(
-            network.on("host1", [sys.executable, "-m", "colossalai.cli", "run", *args]),
+            network.on("host1", [sys.executable, *words]),
             cwd=folder,
             env={**env, "PYTHONPATH": str(ROOT), **variables},
             stdin=subprocess.DEVNULL,
@@ -103,7 +106,7 @@ def launch(network: Network, folder: Path, *args: str, script: str = "", **varia
     return Launch(process, folder, network)
 
 
-def wait_until_empty(network: Network, timeout: float) -> None:
+def wait_until_empty(network: Network, timeout: float = START_S) -> None:
     """Wait until nothing runs on any host, and fail if something goes on."""
     deadline = time.monotonic() + timeout
     while left := {host: pids for host in network.hosts if (pids := network.pids(host))}:

@@ -41,6 +41,11 @@ class Site:
         self._launches.append(launch(self.network, self.folder, *words, script=script))
         return self._launches[-1]
 
+    def start_driver(self, driver: str, script: str) -> Launch:
+        """Start a program on host1 that starts the job."""
+        self._launches.append(launch(self.network, self.folder, script=script, driver=driver))
+        return self._launches[-1]
+
     def end(self) -> None:
         """End what runs, and the hosts."""
         for each in self._launches:

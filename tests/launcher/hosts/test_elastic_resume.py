@@ -122,7 +122,7 @@ def test_a_killed_worker(site: Site) -> None:
     _, step = starts(job, 1, 2)
     assert re.search(r"rank 1 on host2 \(pid \d+\) was killed by SIGKILL; restart 1 of 1", job.err)
     finish(job, resumed_at=step)
-    wait_until_empty(site.network, 5)
+    wait_until_empty(site.network)
 
 
 @side_by_side
@@ -137,4 +137,4 @@ def test_a_host_that_is_gone(site: Site) -> None:
     finally:
         site.network.mend("host2")
     assert "goes on with 1 of 2 nodes; host2: " in job.err
-    wait_until_empty(site.network, 30)  # sshd there has to notice that the head is gone
+    wait_until_empty(site.network)  # sshd there has to notice that the head is gone

@@ -36,7 +36,7 @@ def test_a_host_that_is_down_is_left_out_and_taken_in_at_a_restart(site: Site) -
     assert sorted(job.wait_for(r"rank (\d 2 host1 1)$", 2)) == ["0 2 host1 1", "1 2 host1 1"]
     assert "goes on with" not in job.err
     _finish(job)
-    wait_until_empty(site.network, 5)
+    wait_until_empty(site.network)
 
 
 @side_by_side
@@ -45,7 +45,7 @@ def test_another_host_is_the_master_if_the_first_one_does_not_answer(site: Site)
     try:
         job = _start(site, "--host", "host2,host1", "--nnodes", "1:2", "--master_addr", "host2")
         assert job.wait_for(r"^\[host1:0\] rank (0 1 \S+ 0)$") == ["0 1 127.0.0.1 0"]
-        wait_until(lambda: "starts with 1 of 2 nodes; host2: it cannot be reached" in job.err, 5)
+        wait_until(lambda: "starts with 1 of 2 nodes; host2: it cannot be reached" in job.err)
         _finish(job)
     finally:
         site.network.mend("host2")

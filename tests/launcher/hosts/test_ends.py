@@ -1,21 +1,17 @@
-"""However a job on two hosts ends, all of it is gone within 30 s, and the report names who was first."""
+"""However a job on two hosts ends, all of it is gone, and the report names who was first."""
 
 import re
 import signal
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
-from colossalai.launcher._processes import GRACE_S
 from tests.launcher.command import is_gone, wait_until
 from tests.launcher.hosts.launch import Launch, timed, wait_until_empty
 from tests.launcher.hosts.side_by_side import Site, side_by_side
 
 pytestmark = pytest.mark.cluster
-
-GONE_S = 30.0
 
 # Ranks that ignore every request to end; each has a child in a session of its own that does, too.
 PREPARE = """
@@ -25,7 +21,7 @@ import signal, time
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 print(flush=True)
-time.sleep(90)
+time.sleep(3600)
 '''
 child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
@@ -33,7 +29,7 @@ for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, signal.SIG_IGN)
 print(f"rank {os.environ['RANK']}: {os.getpid()}")
 """
-DEAF = f"{PREPARE}time.sleep(90)\n"
+DEAF = f"{PREPARE}time.sleep(3600)\n"
 
 # Rank 1 fails when it is told to; rank 0 soon after, as the peer in a collective does.
 RAISES = f"""{PREPARE}
@@ -46,23 +42,39 @@ time.sleep(0.05)
 raise RuntimeError("connection closed by peer")
 """
 
+# Each rank says that it is asked to end, and goes on.
+ASKED = """
+import os, signal, time
+rank = os.environ["RANK"]
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda number, frame: os.write(1, f"rank {rank} is asked\\n".encode()))
+os.write(1, f"rank {rank}: {os.getpid()}\\n".encode())
+time.sleep(3600)
+"""
+
+# The command, with an hour between the first signal to the ranks and the last one.
+PATIENT = """
+import sys
+from colossalai.launcher import RunOptions, run
+sys.exit(run(RunOptions(target="job.py", host_list="host1,host2", preflight=False, grace_s=3600.0)))
+"""
 
 SLEEPS = """
 import time, torch.distributed as dist
 import colossalai
-colossalai.launch_from_torch({"watchdog": {"timeout": 2.0, "folder": "reports"}}, verbose=False)
+colossalai.launch_from_torch({"watchdog": {"timeout": 10.0, "folder": "reports"}}, verbose=False)
 dist.barrier()
 if dist.get_rank() == 1:
-    time.sleep(100)
+    time.sleep(3600)
 dist.barrier()
 """
 
 
 def end_of(job: Launch) -> int:
-    """Wait for the end of a job, and for the end of all that runs on the hosts; both within the time."""
-    seconds = timed(lambda: job.wait(GONE_S))
-    wait_until_empty(job.network, GONE_S - seconds)
-    return job.wait(0)
+    """Wait for the end of a job, and for the end of all that runs on the hosts."""
+    code = job.wait()
+    wait_until_empty(job.network)
+    return code
 
 
 @side_by_side
@@ -100,13 +112,12 @@ def test_a_signal_to_the_head_ends_all(site: Site) -> None:
 
 @side_by_side
 def test_a_second_ctrl_c_gives_no_grace(site: Site) -> None:
-    job = site.start(DEAF)
+    job = site.start_driver(PATIENT, ASKED)
     pids = job.pids()
     job.process.send_signal(signal.SIGINT)
-    time.sleep(0.2)
+    job.wait_for(r"rank \d is asked$", 2)  # so the hour has begun that the first one gives
+    assert not any(map(is_gone, pids.values()))
     job.process.send_signal(signal.SIGINT)
-    # Until the ranks are gone, no longer: on a busy machine the head takes its time to end.
-    assert timed(lambda: wait_until(lambda: all(map(is_gone, pids.values())), GONE_S)) < GRACE_S - 0.5
     assert end_of(job) == 128 + signal.SIGINT
     assert "colossalai run: stopped by SIGINT; its processes are ended" in job.err
 
@@ -143,13 +154,13 @@ def test_a_link_that_is_lost_ends_both_sides(site: Site) -> None:
     pids = job.pids()
     site.network.cut("host2")
     try:
-        assert timed(lambda: job.wait(GONE_S)) > 8  # a short silence is none
-        wait_until(lambda: all(is_gone(pid) for pid in pids.values()), GONE_S)
+        assert timed(job.wait) > 8  # a short silence is none
+        wait_until(lambda: all(is_gone(pid) for pid in pids.values()))
     finally:
         site.network.mend("host2")
     assert job.wait() == 1
     assert "host2 is lost: nothing was heard of it for 12 s: its link or the machine is down" in job.err
-    wait_until_empty(site.network, GONE_S)
+    wait_until_empty(site.network)
 
 
 @side_by_side
@@ -167,7 +178,7 @@ def test_the_hosts_notice_that_the_head_was_killed(site: Site) -> None:
     job.pids()
     job.process.kill()
     job.wait()
-    wait_until_empty(site.network, GONE_S)
+    wait_until_empty(site.network)
 
 
 @side_by_side
@@ -175,7 +186,7 @@ def test_a_rank_that_sleeps_is_named_by_the_watchdog(site: Site) -> None:
     job = site.start(SLEEPS)
     assert end_of(job) == 1
     (report,) = (site.folder / "reports").glob("hang-*.txt")
-    verdict = "did not enter barrier #2 of axis dp; it is at job.py:7 in <module>: `time.sleep(100)`"
+    verdict = "did not enter barrier #2 of axis dp; it is at job.py:7 in <module>: `time.sleep(3600)`"
     assert re.search(rf"^rank 1 \(host2\) {re.escape(verdict)}", report.read_text(), re.MULTILINE)
     assert re.search(r"^colossalai run: rank 1 on host2 \(pid \d+\)", job.err, re.MULTILINE)
     assert verdict in job.err

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.launcher.command import wait_until
+from tests.launcher.command import START_S, wait_until
 from tests.launcher.hosts import openmpi
 from tests.launcher.hosts.network import ROOT, Network
 from tests.launcher.hosts.slurm import Slurm
@@ -57,7 +57,7 @@ class Terminal:
         }
 
     def run(self, host: str, command: str) -> subprocess.CompletedProcess[str]:
-        return self.network.run(host, ["sh", "-c", command], cwd=self.folder, env=self.env, timeout=90)
+        return self.network.run(host, ["sh", "-c", command], cwd=self.folder, env=self.env, timeout=START_S)
 
     def follow(self, text: str, *, fails: bool) -> None:
         """Run the commands of a block, and compare what they say; numbers may differ."""
@@ -207,7 +207,7 @@ def test_the_command_of_the_pods(terminal: Terminal):
                 stderr=subprocess.STDOUT,
             )
         )
-    said = [pod.communicate(timeout=90)[0].decode() for pod in pods]
+    said = [pod.communicate(timeout=START_S)[0].decode() for pod in pods]
     for host in hosts:
         terminal.network.write_hosts(host)
     assert [pod.returncode for pod in pods] == [0, 0], "\n".join(said)

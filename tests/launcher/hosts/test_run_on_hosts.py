@@ -100,7 +100,7 @@ def test_a_host_file_gives_ranks_the_place_and_the_variables_of_the_caller(
         "host1:1",
         "host2:2",
     ]
-    wait_until_empty(network, 5)
+    wait_until_empty(network)
 
 
 def test_lines_are_whole(begin: Callable[..., Launch]):
@@ -173,7 +173,7 @@ def test_without_preflight_a_host_that_is_not_there_is_named_and_nothing_is_left
             network.start_sshd("host3")
     assert f"colossalai run: not all nodes could be started: {expected}" in job.err
     assert not (job.folder / "started").exists()
-    wait_until_empty(network, 5)
+    wait_until_empty(network)
 
 
 def test_a_taken_port_of_the_first_host_is_named_by_its_holder(
@@ -189,7 +189,7 @@ def test_a_taken_port_of_the_first_host_is_named_by_its_holder(
     )
     listener.kill()
     listener.communicate()
-    wait_until_empty(network, 5)
+    wait_until_empty(network)
 
 
 LISTENS = """
