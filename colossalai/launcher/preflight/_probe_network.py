@@ -16,6 +16,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 PAYLOAD = bytes(range(256)) * 1024  # 256 KiB: many packets of any size that networks have
 _CONNECT_S = 2.0
@@ -60,7 +61,9 @@ def _source(toward: str) -> str | None:
         return None
 
 
-def lookups(*, addresses: list[str]) -> dict[str, float | None]:
+def lookups(
+    *, addresses: list[str], limit_s: float = _LOOKUP_S, now: Callable[[], float] = time.monotonic
+) -> dict[str, float | None]:
     """Return how many seconds it takes to find the name of each address; None where it takes too long.
 
     torch's store looks up the name of each peer that it accepts, and waits. It listens on IPv6, where an
@@ -69,19 +72,21 @@ def lookups(*, addresses: list[str]) -> dict[str, float | None]:
 
     Args:
         addresses: IPv4 addresses.
+        limit_s: Seconds from which on a lookup takes too long.
+        now: Returns the time of a lookup's beginning or end, in seconds.
     """
     seconds: dict[str, float | None] = dict.fromkeys(addresses)
 
     def one(address: str) -> None:
-        began = time.monotonic()
+        began = now()
         with contextlib.suppress(OSError):  # it has no name: torch goes on, too
             socket.getnameinfo((mapped(address), 0, 0, 0), 0)
-        seconds[address] = time.monotonic() - began
+        seconds[address] = now() - began
 
     threads = [threading.Thread(target=one, args=(address,), daemon=True) for address in addresses]
     for thread in threads:
         thread.start()
-    end = time.monotonic() + _LOOKUP_S
+    end = time.monotonic() + limit_s
     for thread in threads:
         thread.join(max(0.0, end - time.monotonic()))
     return dict(seconds)

@@ -2,7 +2,6 @@
 
 import socket
 import threading
-import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ from colossalai.launcher.preflight import _network_findings as network_checks
 from colossalai.launcher.preflight._findings import Answer, Finding, prevailing
 from colossalai.launcher.preflight._network_findings import HostInterface
 from colossalai.launcher.preflight._probe import parse_devices
+from tests.harness.clocks import FakeClock
 
 pytestmark = pytest.mark.unit
 
@@ -236,26 +236,36 @@ def test_a_name_server_that_lets_torch_wait_is_a_warning():
     assert all(finding.ok for finding in findings)
 
 
-def test_a_lookup_is_timed_and_not_waited_for(monkeypatch: pytest.MonkeyPatch):
-    asked, answer = [], threading.Event()
+def test_a_lookup_is_timed(monkeypatch: pytest.MonkeyPatch):
+    fake, asked = FakeClock(), []
 
     def look_up(end: tuple[str, int, int, int], flags: int) -> tuple[str, str]:
         asked.append(end[0])
+        fake.sleep(0.25)
         if end[0] == "::ffff:10.0.0.1":
             raise socket.gaierror("it has no name")
-        answer.wait(0.1 if end[0] == "::ffff:10.0.0.2" else 60)
         return "host", "0"
 
     monkeypatch.setattr(socket, "getnameinfo", look_up)
-    monkeypatch.setattr(_probe_network, "_LOOKUP_S", 0.4)
-    began = time.monotonic()
-    seconds = _probe_network.lookups(addresses=["127.0.0.1", "10.0.0.1", "10.0.0.2"])
-    took = time.monotonic() - began
-    answer.set()
-    assert sorted(asked) == ["::ffff:10.0.0.1", "::ffff:10.0.0.2", "::ffff:127.0.0.1"]
-    assert seconds["127.0.0.1"] is None
-    assert seconds["10.0.0.1"] < 0.1 <= seconds["10.0.0.2"] < 0.4
-    assert 0.4 <= took < 5
+    for address in ("10.0.0.1", "10.0.0.2"):
+        found = _probe_network.lookups(addresses=[address], limit_s=3600.0, now=fake.clock.now)
+        assert found == {address: 0.25}
+    assert asked == ["::ffff:10.0.0.1", "::ffff:10.0.0.2"]
+
+
+def test_a_slow_lookup_is_not_waited_for(monkeypatch: pytest.MonkeyPatch):
+    is_over = threading.Event()
+    monkeypatch.setattr(socket, "getnameinfo", lambda end, flags: is_over.wait(120))
+    assert _probe_network.lookups(addresses=["127.0.0.1"], limit_s=0.05) == {"127.0.0.1": None}
+    is_over.set()
+
+
+def test_lookups_do_not_wait_for_each_other(monkeypatch: pytest.MonkeyPatch):
+    addresses = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    all_began = threading.Barrier(len(addresses))
+    monkeypatch.setattr(socket, "getnameinfo", lambda end, flags: all_began.wait(120))
+    seconds = _probe_network.lookups(addresses=addresses, limit_s=3600.0)
+    assert all(each is not None for each in seconds.values())
 
 
 @pytest.mark.parametrize(

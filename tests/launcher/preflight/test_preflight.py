@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from tests.launcher.hosts.launch import START_S
 from tests.launcher.hosts.network import ROOT, Network
 
 pytestmark = pytest.mark.cluster
@@ -33,20 +34,20 @@ answer = {**dataclasses.asdict(report), "findings": findings, "is_fit": report.i
 print(json.dumps({**answer, "has_torch": "torch" in sys.modules}))
 """
 LISTENER = (
-    "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(60)"
+    "import socket, time; s = socket.create_server(('', 29500)); print('up', flush=True); time.sleep(600)"
 )
 NAME_SERVER = """
 import socket, time
 listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
 listener.bind(("", 53))
 print("up", flush=True)
-time.sleep(60)
+time.sleep(600)
 """
 CLOCK_STUB = """
 import socket, time
 if socket.gethostname() == "host3":
     real = time.time
-    time.time = lambda: real() + 90.0
+    time.time = lambda: real() + 90_000.0
 """
 
 
@@ -67,7 +68,9 @@ class Report:
 def fly(network: Network, folder: Path, *names: str, **options: Any) -> Report:
     """Run the checks on host1, for all hosts unless some are named."""
     before = {host: set(network.pids(host)) for host in network.hosts}
-    options = {"names": names or network.hosts, "workdir": str(folder), "master_port": PORT, **options}
+    limits = {"contact_s": START_S, "answer_s": START_S}  # however busy the machine is
+    place = {"names": names or network.hosts, "workdir": str(folder), "master_port": PORT}
+    options = {**place, **limits, **options}
     done = network.run(
         "host1",
         [sys.executable, "-c", DRIVER, json.dumps(options)],
@@ -129,8 +132,7 @@ def test_three_good_hosts(network: Network, folder: Path):
         assert wanted <= {each["check"] for each in report.data["findings"] if each["host"] == host}
     (exchange,) = [line for line in report.lines("ok") if line.startswith("host1: network")]
     assert "all 2 other hosts" in exchange
-    assert report.data["seconds"] < 10.0
-    assert network.run("host1", [sys.executable, "-c", LISTENER.replace("60", "0")]).stdout == "up\n"
+    assert network.run("host1", [sys.executable, "-c", LISTENER.replace("600", "0")]).stdout == "up\n"
 
 
 def test_a_taken_port_and_the_command_that_frees_it(network: Network, folder: Path):
@@ -147,7 +149,7 @@ def test_a_taken_port_and_the_command_that_frees_it(network: Network, folder: Pa
             command = re.search(r"ssh host1 kill \d+", line)
             assert command is not None
             assert network.run("host2", command[0].split()).returncode == 0
-            assert holder.wait(10) == -15
+            assert holder.wait(START_S) == -15
         finally:
             holder.kill()
             holder.wait()
@@ -164,26 +166,32 @@ def test_a_port_of_ones_own_choice_is_found_for_0(network: Network, folder: Path
 
 def test_hosts_that_cannot_be_reached(network: Network, folder: Path):
     network.stop_sshd("host2")
-    network.cut("host3")
     try:
-        names = ("host1", "host2", "host3", "host9", "nobody@host1")
-        report = fly(network, folder, *names, contact_s=1.5)
+        names = ("host1", "host2", "host9", "nobody@host1")
+        report = fly(network, folder, *names)
     finally:
         network.start_sshd("host2")
-        network.mend("host3")
     assert report.checks() == {(name, "ssh") for name in names[1:]}
     lines = dict(line.split(": ssh: ") for line in report.lines())
     assert lines["host2"].startswith("the machine answers, but nothing listens on its ssh port (")
     assert "Connection refused" in lines["host2"]
-    assert lines["host3"] == (
-        "it cannot be reached: no answer within 1.5 s; "
-        "see whether it is on and on this network, or leave it out: --exclude host3"
-    )
     assert lines["host9"].startswith("this machine does not know the name host9 (")
     assert lines["nobody@host1"].startswith("it refuses to log in without a password (")
     assert "ssh-copy-id nobody@host1" in lines["nobody@host1"]
-    assert report.data["seconds"] < 5.0
     assert "host1: versions" in str(report.lines("ok")), "the others are examined all the same"
+
+
+def test_a_host_that_does_not_answer(network: Network, folder: Path):
+    """After the contact time, which is shorter than ssh's own."""
+    network.cut("host3")
+    try:
+        report = fly(network, folder, "host3", contact_s=1.5)
+    finally:
+        network.mend("host3")
+    assert report.lines() == [
+        "host3: ssh: it cannot be reached: no answer within 1.5 s; "
+        "see whether it is on and on this network, or leave it out: --exclude host3"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -239,7 +247,6 @@ def test_a_name_server_that_does_not_answer(network: Network, folder: Path, tmp_
         f"'::ffff:{network.address('host2')} host2', '::ffff:{network.address('host1')} host1'"
     )
     assert "host1: name lookup: the name of ::ffff:127.0.0.1 in " in str(report.lines("ok"))
-    assert report.data["seconds"] < 6.0
 
 
 def test_other_versions(network: Network, folder: Path, tmp_path: Path):
@@ -306,11 +313,10 @@ def test_a_file_that_never_answers_costs_one_line(network: Network, folder: Path
     """A pipe without a writer blocks its reader for ever, as the file system of a dead server does."""
     os.mkfifo(tmp_path / "pipe")
     with hidden(network, "host2", folder / "train.py", tmp_path / "pipe"):
-        report = fly(network, folder, "host1", "host2", script="train.py", answer_s=1.0)
+        report = fly(network, folder, "host1", "host2", script="train.py", answer_s=10.0)
     assert report.lines() == [
-        "host2: script: cannot be found out: no answer within 1 s; log in there and look: ssh host2"
+        "host2: script: cannot be found out: no answer within 10 s; log in there and look: ssh host2"
     ]
-    assert report.data["seconds"] < 5.0
 
 
 def _with_names(network: Network, folder: Path, names: Mapping[str, str]) -> Report:
@@ -357,7 +363,9 @@ def test_a_clock_that_is_wrong(network: Network, folder: Path, tmp_path: Path):
     (tmp_path / "sitecustomize.py").write_text(CLOCK_STUB)
     report = fly(network, folder, env={"PYTHONPATH": str(tmp_path)})
     (line,) = report.lines()
-    assert re.match(r"host3: clock: the clock is (89\.9|90\.[01]) s ahead of those of the other hosts;", line)
+    found = re.match(r"host3: clock: the clock is (\d+\.\d) s ahead of those of the other hosts;", line)
+    assert found is not None
+    assert abs(float(found[1]) - 90_000) <= START_S  # the time that an answer can take
 
 
 def test_a_firewall_before_the_port(network: Network, folder: Path):
