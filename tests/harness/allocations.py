@@ -1,4 +1,8 @@
-"""Bytes that a block of code allocates, for tensors and for Python objects, and their peaks."""
+"""Bytes that a block of code allocates, for tensors and for Python objects, and their peaks.
+
+`Allocations` counts all of one process, by torch's profiler. On ranks `RankAllocations` counts the results of
+operations: threads of gloo inherit the profiler, report to one that has ended, and crash.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +10,17 @@ import gc
 import tracemalloc
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from types import TracebackType
 from typing import Any
 from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch.autograd.profiler import profile
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 
 class Allocations:
@@ -41,6 +50,7 @@ class Allocations:
         return self.tensors + self.objects
 
     def __enter__(self) -> Allocations:
+        assert not dist.is_initialized()
         assert not tracemalloc.is_tracing()
         for owner in (torch, torch.UntypedStorage):
             self._patches.enter_context(patch.object(owner, "from_file", self._noted(owner.from_file)))
@@ -82,6 +92,58 @@ class Allocations:
         return note
 
 
+class RankAllocations(TorchDispatchMode):
+    """Counts bytes of the storages that operations of torch return on a rank, and of Python objects.
+
+    Mapped files and shared memory do not count, nor does memory of kernels within one operation.
+
+    Args:
+        outside: Tensors of before, which do not count.
+
+    Attributes:
+        tensors: The most bytes of tensors at a time.
+        objects: The most bytes of Python objects and arrays of numpy at a time.
+    """
+
+    def __init__(self, outside: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self.tensors = self.objects = 0
+        self._outside = {StorageWeakRef(_local(tensor).untyped_storage()) for tensor in outside}
+        self._sizes: dict[StorageWeakRef, int] = {}
+
+    @property
+    def mb(self) -> float:
+        """The most at a time in MB, or more, as the two kinds can have their peaks one after the other."""
+        return (self.tensors + self.objects) / 1024 / 1024
+
+    def __enter__(self) -> RankAllocations:
+        super().__enter__()
+        torch.zeros(2)[:1].clone()  # torch imports modules at the first operation of a mode
+        tracemalloc.start()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self.objects = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operation, and count."""
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = _local(tensor).untyped_storage()
+                ref = StorageWeakRef(storage)
+                if ref not in self._sizes and not _is_allocated(storage):
+                    self._outside.add(ref)
+                if ref not in self._outside:
+                    self._sizes[ref] = storage.nbytes()
+        self._sizes = {ref: size for ref, size in self._sizes.items() if not ref.expired()}
+        self._outside = {ref for ref in self._outside if not ref.expired()}
+        self.tensors = max(self.tensors, sum(self._sizes.values()))
+        return result
+
+
 def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
     """Yield time, address and bytes of the allocations in a tree of events; less than 0 for a free."""
     rest = list(events)
@@ -90,3 +152,19 @@ def _allocations(events: Iterable[Any]) -> Iterator[tuple[int, int, int]]:
         rest += event.children
         if event.name == "[memory]":
             yield event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the shard of a `DTensor`, or the tensor."""
+    local: torch.Tensor = getattr(tensor, "_local_tensor", tensor)
+    return local
+
+
+def _is_allocated(storage: torch.UntypedStorage) -> bool:
+    """Return whether a storage has memory other than that of a mapped file or of shared memory."""
+    address = storage.data_ptr()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
+        if begin <= address < end:
+            return "/" not in line
+    return False

@@ -7,12 +7,13 @@ import pytest
 import torch
 from torch import nn
 
-from tests.harness.allocations import Allocations
+from tests.harness.allocations import Allocations, RankAllocations
 
 pytestmark = pytest.mark.unit
 
 KIB = 1024
-TENSOR = 1024 * KIB
+MB = 1024 * 1024
+TENSOR = MB
 OTHER = 256 * KIB  # modules and counters of the first call
 
 
@@ -77,3 +78,27 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     with Allocations() as counted:
         torch.load(tmp_path / "x.pt")
     assert TENSOR <= counted.tensors <= counted.peak < TENSOR + OTHER
+
+
+def test_copies_and_objects_of_a_rank_count() -> None:
+    before = torch.ones(MB)
+    with RankAllocations([before]) as counted:
+        before.add_(1).view(-1)
+        for _ in range(3):
+            before[: MB // 2].clone()
+        content = bytes(MB)
+        del content
+    assert counted.tensors == 2 * MB
+    assert MB <= counted.objects < 1.25 * MB
+    assert 3 <= counted.mb < 3.25
+
+
+def test_mapped_files_and_meta_tensors_of_a_rank_do_not_count(tmp_path: Path) -> None:
+    torch.save(torch.ones(MB), tmp_path / "x.pt")
+    with RankAllocations() as counted:
+        torch.load(tmp_path / "x.pt", mmap=True).view(-1)
+        torch.empty(MB, device="meta")
+    assert counted.mb < 0.25
+    with RankAllocations() as counted:
+        torch.load(tmp_path / "x.pt")
+    assert 4 <= counted.mb < 4.25

@@ -1,8 +1,10 @@
 """Files of tensors: formats told apart by content, nothing executed, damage found."""
 
 import pickle
-import resource
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -21,6 +23,7 @@ from colossalai.checkpoint_io.formats._single import (
 )
 from colossalai.checkpoint_io.formats._whole_writer import ByteStream
 from colossalai.checkpoint_io.resharding._tensors import stored_view
+from tests.harness.allocations import Allocations
 from tests.tiers import further
 
 pytestmark = pytest.mark.unit
@@ -83,14 +86,34 @@ def test_a_header_whose_length_looks_like_a_pickle(tmp_path: Path) -> None:
     assert detect_format(path) is Format.SAFETENSORS
 
 
-def test_tensors_are_views_of_the_file(tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    write_torch(path, {"w": torch.zeros(10_000_000)})
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert read_torch(path)["w"].shape == (10_000_000,)
-    write_safetensors(path, {"w": torch.zeros(10)}, header={})
-    assert read_safetensors(path)[0]["w"].shape == (10,)
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 20_000  # KB; the tensor has 40 MB
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    """Return whether the memory of a tensor is that of a mapped file."""
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        begin, end = (int(place, 16) for place in line.split(maxsplit=1)[0].split("-"))
+        if begin <= tensor.data_ptr() < end:
+            return line.endswith(str(path))
+    return False
+
+
+@pytest.mark.parametrize(
+    ("write", "read"),
+    [
+        (write_torch, read_torch),
+        (partial(write_safetensors, header={}), lambda path: read_safetensors(path)[0]),
+    ],
+)
+def test_tensors_are_views_of_the_file(
+    write: Callable[..., None], read: Callable[[Path], Any], tmp_path: Path
+) -> None:
+    path, tensor = tmp_path / "a", torch.zeros(1_000_000)
+    write(path, {"w": tensor})
+    found = read(path)["w"]
+    assert torch.equal(found, tensor)
+    assert is_mapped(found, path)
+    assert not is_mapped(tensor, path)
+    with Allocations() as reading:
+        read(path)
+    assert reading.peak < tensor.nbytes / 4
 
 
 def test_shared_memory_is_stored_once_each_in_safetensors(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Files that are written block by block: as torch and safetensors write them, and in little memory."""
 
-import threading
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from colossalai.checkpoint_io.formats._single import verify
 from colossalai.tensor import block_boxes
 from tests.checkpoint_io.models import assert_same_state, tied
 from tests.checkpoint_io.resharding.test_fsdp import group
+from tests.harness.allocations import RankAllocations
 from tests.ranks import run_ranks
 
 MB = 1024 * 1024
@@ -135,31 +135,6 @@ def test_a_prefix_that_is_given_is_left_out(tmp_path: Path) -> None:
 HEIGHT, WIDTH, BUFFER_MB = 4 * 1024, 4 * 1024, 8
 
 
-def anonymous_mb() -> float:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("RssAnon:")[1].split()[0]) / 1024
-
-
-class Peak:
-    """The most memory of its own that this process has while the block runs, beyond what it had."""
-
-    def __enter__(self) -> "Peak":
-        self.before = self.most = anonymous_mb()
-        self.is_over = threading.Event()
-        self.thread = threading.Thread(target=self.watch)
-        self.thread.start()
-        return self
-
-    def watch(self) -> None:
-        while not self.is_over.wait(0.002):
-            self.most = max(self.most, anonymous_mb())
-
-    def __exit__(self, *args: object) -> None:
-        self.is_over.set()
-        self.thread.join()
-        self.extra = self.most - self.before
-
-
 def cut_in_halves(width: int, height: int) -> nn.Module:
     torch.manual_seed(0)
     model = nn.Linear(width, height, bias=False)
@@ -178,16 +153,16 @@ def peaks(folder: Path) -> dict[str, float]:
             "everything": lambda: save_checkpoint(folder / "y.pt", 0, model, buffer_size=BUFFER_MB),
         }
         for name, save in saves.items():
-            with Peak() as peak:
+            with RankAllocations(model.parameters()) as peak:
                 save()
-            found[f"save {name}"] = peak.extra
+            found[f"save {name}"] = peak.mb
         local = model.weight.detach().to_local()
         expected = local.sum().item()
         for name in ("x.pt", "x.safetensors"):
             local.zero_()
-            with Peak() as peak:
+            with RankAllocations(model.parameters()) as peak:
                 load_model(model, folder / name)
-            found[f"load {name}"] = peak.extra
+            found[f"load {name}"] = peak.mb
             assert local.sum().item() == expected
         dist.barrier()
     return found
