@@ -233,7 +233,10 @@ def first_failure(folder: Path, tests: str) -> str:
         done = subprocess.run([*command, *tests.split()], check=False, **options)
     except subprocess.TimeoutExpired:
         return "(a hang)"
-    failed = [line.split()[1] for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    lines = done.stdout.splitlines()
+    failed = [
+        line.partition(" ")[2].partition(" - ")[0] for line in lines if line.startswith(("FAILED", "ERROR"))
+    ]
     if done.returncode and not failed:
         raise SystemExit(f"the tests do not run:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     return failed[0] if failed else ""
