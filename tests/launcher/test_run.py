@@ -127,7 +127,7 @@ DEAF = """
 import os, signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print(os.getpid())
+os.write(1, f"{os.getpid()}\\n".encode())  # one write: they share the file
 time.sleep(600)
 """
 
@@ -150,7 +150,7 @@ sys.exit(run(RunOptions(target="job.py", num_procs=2, bind=False, grace_s=3600.0
 DEAF_PARENT = f"""
 import subprocess, sys
 child = {DEAF!r}
-subprocess.Popen([sys.executable, "-u", "-c", child], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", child], start_new_session=True)
 {DEAF}
 """
 
