@@ -112,7 +112,7 @@ class Server:
         if self._thread.is_alive() and self._loop is not None and not self._uvicorn.should_exit:
             front = self._app.front
             drained = asyncio.run_coroutine_threadsafe(front.drain(seconds, self._hurry.is_set), self._loop)
-            drained.result(seconds + 2 * ABORT_S)
+            drained.result(seconds + front.abort_s + ABORT_S)
         self._uvicorn.should_exit = True
         self._thread.join()
         self._socket.close()

@@ -150,11 +150,15 @@ class Front:
     Args:
         service: The engine.
         options: Options of the server.
+
+    Attributes:
+        abort_s: Seconds for aborted requests to end.
     """
 
     def __init__(self, service: Service, options: ServerOptions) -> None:
         self.service = service
         self.options = options
+        self.abort_s = ABORT_S
         self.metrics = Metrics(service)
         self.prompts = Prompts(service.tokenizer, service.info, options.num_tokenizer_threads)
         self.is_draining = False
@@ -237,12 +241,12 @@ class Front:
             get_dist_logger().warning(f"{len(self._records)} requests are aborted: {why}")
             for reply in self._replies:
                 reply.abort()
-            await self._wait_until_empty(ABORT_S)
+            await self._wait_until_empty(self.abort_s)
 
     async def close(self) -> None:
         """End the threads after the last request; the server cancels open requests without waiting."""
         self.is_draining = self._is_over = True
-        await self._wait_until_empty(ABORT_S)
+        await self._wait_until_empty(self.abort_s)
         self._door.shutdown()
         self._slow.shutdown()
         self.prompts.close()

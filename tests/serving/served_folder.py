@@ -13,7 +13,7 @@ import torch
 from tests.launcher.command import Command, is_gone
 from tests.launcher.command import start as start_command
 
-START_S = 120.0
+START_S = 300.0
 WINDOW = 512
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 

@@ -7,7 +7,6 @@ import shutil
 import signal
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -26,8 +25,8 @@ from tests.tiers import in_soak, of_soak
 pytestmark = pytest.mark.unit
 KEY = "swordfish-on-a-stick-81"
 LONG = {"prompt": "the quick", "max_tokens": 480, "ignore_eos": True}
-END_S = 60.0  # for an end that has nothing to wait for, on a busy machine
-DEATH_S = 10.0  # a rank that dies ends the service within this
+END_S = 300.0  # for an end that has nothing to wait for, on a busy machine
+NO_DRAIN = ("--drain", "36000")  # a service that drains when a rank has died would do so for ten hours
 
 
 @pytest.fixture(scope="session")
@@ -122,16 +121,14 @@ def test_a_folder_is_served_until_sigterm(
     drains_well(served, signal.SIGTERM)
 
 
-def kill_during_a_request(served: ServedFolder, rank: int) -> tuple[Any, float]:
-    """Kill a rank while it answers; return the answer, and how long the command took to end."""
+def kill_during_a_request(served: ServedFolder, rank: int) -> Any:
+    """Kill a rank while it answers; return the answer once the command has ended."""
     thread, answers = in_thread(lambda: served.post("/v1/completions", **LONG, temperature=0))
     wait_until(lambda: 'colossalai_requests_running{model="tiny"} 1' in served.get("/metrics").text, END_S)
     os.kill(served.pid_of(rank), signal.SIGKILL)
-    killed_at = time.monotonic()
     served.command.wait(END_S)
-    seconds = time.monotonic() - killed_at
     thread.join()
-    return answers[0], seconds
+    return answers[0]
 
 
 @pytest.mark.long
@@ -276,14 +273,14 @@ def test_ranks_answer_again_after_a_restart_and_end_after_the_last(
     greedy_text: str,
     job_port: int,
 ) -> None:
-    served = begin(str(tiny), "--port", str(job_port) if has_port else "0", "--max-restarts", "1", *words)
+    port = str(job_port) if has_port else "0"
+    served = begin(str(tiny), "--port", port, "--max-restarts", "1", *NO_DRAIN, *words)
     restarts(served, 1, greedy_text)
     pids, dead = served.pids, served.pid_of(1)
-    answer, seconds = kill_during_a_request(served, 1)
+    answer = kill_during_a_request(served, 1)
     assert answer.status_code == 500
     assert "rank 1" in answer.json()["error"]["message"]
     assert served.command.process.returncode == 128 + signal.SIGKILL
-    assert seconds < DEATH_S
     assert are_gone(pids)
     assert re.search(rf"rank 1 on \S+ \(pid {dead}\) was killed by SIGKILL", served.log)
 
