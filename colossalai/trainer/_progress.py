@@ -1,10 +1,10 @@
 """Progress of an epoch: a bar on a terminal, an occasional line in a log file."""
 
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from colossalai._clock import Clock
 from colossalai.logging import DistributedLogger
 
 Advance = Callable[[str], None]
@@ -14,7 +14,12 @@ LINE_INTERVAL_S = 10.0
 
 @contextmanager
 def show_progress(
-    description: str, total: int | None, *, logger: DistributedLogger, shown: bool
+    description: str,
+    total: int | None,
+    *,
+    logger: DistributedLogger,
+    shown: bool,
+    clock: Clock | None = None,
 ) -> Iterator[Advance]:
     """Show the progress of a loop while the context is open.
 
@@ -25,22 +30,24 @@ def show_progress(
         total: Number of steps, None if it is not known.
         logger: Writes the lines where stderr is not a terminal.
         shown: Whether to show anything on this rank.
+        clock: The clock of the intervals. Default: that of this machine.
 
     Yields:
         A function to call after each step, with the text to show next to the count.
     """
+    clock = clock or Clock()
     if not shown:
         yield lambda text: None
     elif sys.stderr.isatty():
-        with _bar(description, total) as advance:
+        with _bar(description, total, _Pace(BAR_INTERVAL_S, clock)) as advance:
             yield advance
     else:
-        with _lines(description, total, logger) as advance:
+        with _lines(description, total, logger, _Pace(LINE_INTERVAL_S, clock)) as advance:
             yield advance
 
 
 @contextmanager
-def _bar(description: str, total: int | None) -> Iterator[Advance]:
+def _bar(description: str, total: int | None, is_due: "_Pace") -> Iterator[Advance]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -55,7 +62,6 @@ def _bar(description: str, total: int | None) -> Iterator[Advance]:
     # held lock.
     with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
         task = progress.add_task(description, total=total, text="")
-        is_due = _Pace(BAR_INTERVAL_S)
 
         def advance(text: str) -> None:
             progress.update(task, advance=1, text=text)
@@ -66,8 +72,9 @@ def _bar(description: str, total: int | None) -> Iterator[Advance]:
 
 
 @contextmanager
-def _lines(description: str, total: int | None, logger: DistributedLogger) -> Iterator[Advance]:
-    is_due = _Pace(LINE_INTERVAL_S)
+def _lines(
+    description: str, total: int | None, logger: DistributedLogger, is_due: "_Pace"
+) -> Iterator[Advance]:
     done = 0
     last_text = ""
 
@@ -87,12 +94,12 @@ def _lines(description: str, total: int | None, logger: DistributedLogger) -> It
 class _Pace:
     """Returns True at most once per interval."""
 
-    def __init__(self, interval_s: float) -> None:
-        self._interval_s = interval_s
-        self._last = time.monotonic()
+    def __init__(self, interval_s: float, clock: Clock) -> None:
+        self._interval_s, self._clock = interval_s, clock
+        self._last = clock.now()
 
     def __call__(self) -> bool:
-        now = time.monotonic()
+        now = self._clock.now()
         if now - self._last < self._interval_s:
             return False
         self._last = now

@@ -11,6 +11,7 @@ import pytest
 
 from colossalai.trainer import Trainer, _progress
 from colossalai.trainer.hooks import LogMetricByStepHook, LossHook
+from tests.harness.clocks import FakeClock
 from tests.trainer.fakes import FakeEngine, Lines, Probe, make_batches
 
 pytestmark = pytest.mark.unit
@@ -29,7 +30,6 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     monkeypatch.setenv("COLUMNS", "150")
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(_progress, "BAR_INTERVAL_S", 0.0)
     return Terminal()
 
 
@@ -64,15 +64,36 @@ def test_ctrl_c_gives_the_cursor_back(terminal: Terminal) -> None:
     assert written.endswith(("\n", SHOW_CURSOR))
 
 
-def test_elsewhere_lines_come_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter(range(100))
-    monkeypatch.setattr("time.monotonic", lambda: 4.0 * next(now))  # 4 s per batch
+def test_a_bar_is_drawn_anew_ten_times_a_second(terminal: Terminal) -> None:
+    time_of_test, drawn = FakeClock(), []
+    with (
+        redirect_stderr(terminal),
+        _progress.show_progress("work", 9, logger=Lines(), shown=True, clock=time_of_test.clock) as advance,
+    ):
+        for number in range(1, 9):
+            before = len(terminal.getvalue())
+            time_of_test.sleep(0.04)
+            advance("")
+            if f"{number}/9" in terminal.getvalue()[before:]:
+                drawn.append(number)
+    assert drawn == [3, 6]
+
+
+def test_elsewhere_lines_come_now_and_then() -> None:
+    time_of_test, lines = FakeClock(), Lines()
+    with _progress.show_progress("work", 7, logger=lines, shown=True, clock=time_of_test.clock) as advance:
+        for number in range(7):
+            time_of_test.sleep(4.0)
+            advance(f"Loss {number}")
+    assert lines.lines == ["work 3/7 Loss 2", "work 6/7 Loss 5", "work 7/7 Loss 6"]
+
+
+def test_an_epoch_ends_with_a_line_of_its_metrics() -> None:
     lines = Lines()
     Trainer(FakeEngine(), logger=lines).fit(
         make_batches((2,) * 7), epochs=1, hooks=[LossHook(), LogMetricByStepHook()], display_progress=True
     )
-    counts = [line.removeprefix("Epoch 1/1 train ").split(" ")[0] for line in lines.lines]
-    assert counts == ["3/7", "6/7", "7/7"]
+    assert lines.lines[-1].startswith("Epoch 1/1 train 7/7 ")
     assert "Loss " in lines.lines[-1]
 
 
