@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from colossalai._clock import Clock
 from colossalai.cli._load._client import Client, Question, RequestOutcome, Target
 
 _MOST_WAITING_S = 0.1  # between two checks of `is_stopped`
@@ -91,7 +92,7 @@ def run_clients(
         after: Called with each outcome, in the calling thread.
     """
     ended: queue.SimpleQueue[RequestOutcome | None] = queue.SimpleQueue()
-    load = _Load(settings, time.perf_counter())
+    load = _Load(settings, Clock(now=time.perf_counter))  # the clients' clock
     clients = [
         # Daemon threads: the process can end while one of them waits for the server.
         threading.Thread(target=_run_client, args=(target, load, ended), daemon=True, name=f"client {number}")
@@ -111,6 +112,10 @@ def run_clients(
             after(outcome)
     except KeyboardInterrupt:
         load.is_stopped = True
+        # Outcomes of ended requests that this thread has not read yet.
+        while not ended.empty():
+            if (outcome := ended.get()) is not None:
+                outcomes.append(outcome)
     begin = min((outcome.began_s for outcome in outcomes), default=0.0)
     end = max((outcome.ended_s for outcome in outcomes), default=0.0)
     return LoadResult(outcomes=tuple(outcomes), elapsed_s=end - begin, is_whole=not load.is_stopped)
@@ -119,8 +124,9 @@ def run_clients(
 class _Load:
     """State shared by the clients: the remaining requests."""
 
-    def __init__(self, settings: LoadSettings, origin_s: float) -> None:
-        self.origin_s = origin_s
+    def __init__(self, settings: LoadSettings, clock: Clock) -> None:
+        self._clock = clock
+        self.origin_s = clock.now()
         self.is_stopped = False
         self._duration_s = settings.duration_s
         self._questions = settings.questions()
@@ -133,13 +139,13 @@ class _Load:
         if question is None:
             return None
         while not self.is_stopped:
-            now = time.perf_counter() - self.origin_s
+            now = self._clock.now() - self.origin_s
             due = now if question.due_s is None else question.due_s
             if self._duration_s is not None and max(now, due) >= self._duration_s:
                 return None
             if now >= due:
                 return question
-            time.sleep(min(due - now, _MOST_WAITING_S))
+            self._clock.sleep(min(due - now, _MOST_WAITING_S))
         return None
 
 
