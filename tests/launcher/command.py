@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
-START_S = 120.0  # for importing torch on a busy machine
+START_S = 300.0  # for importing torch on a busy machine
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ class Stopping(nn.Linear):
         self.calls += 1
         if self.calls == 8 + 6:
             os.write(1, b"stopped:0\\n")
-            time.sleep(600)
+            time.sleep(3600)
         return super().forward(x)
 
 os.write(1, f"{os.environ['RANK']}:{os.getpid()}\\n".encode())  # one write: the ranks share the file

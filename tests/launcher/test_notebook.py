@@ -44,7 +44,7 @@ def fail():
 def die():
     if os.environ["RANK"] == "0":
         os.kill(os.getpid(), signal.SIGKILL)
-    time.sleep(600)
+    time.sleep(3600)
 
 def attempt(*args, **options):
     try:
@@ -73,11 +73,11 @@ import os, subprocess, sys, time
 import colossalai
 
 def hang():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     # One write, of the line with its end: the ranks share the file, and `print` writes part by part if it is
     # not buffered (PYTHONUNBUFFERED).
     os.write(1, f"{os.getpid()} {child.pid}\\n".encode())
-    time.sleep(600)
+    time.sleep(3600)
 
 try:
     colossalai.notebook_launcher(hang, num_processes=2)

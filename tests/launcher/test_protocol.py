@@ -109,7 +109,7 @@ def test_two_ends_talk_and_what_is_printed_is_no_message():
 
 
 def test_a_silent_process_is_given_up():
-    program = f"import os, time; os.write(1, {encode('hello')!r}); time.sleep(600)"
+    program = f"import os, time; os.write(1, {encode('hello')!r}); time.sleep(3600)"
     peer = asyncio.run(talk(program, heartbeat_s=0.1, silence_s=0.3))
     assert peer.is_silent
     assert peer.exit_code == -9
@@ -117,7 +117,7 @@ def test_a_silent_process_is_given_up():
 
 def test_a_process_whose_controller_is_silent_ends_by_itself():
     """The connection stays open, as it does when the link to a machine is dead."""
-    program = LINK.replace("on_loss", "silence_s=0.3, on_loss") + "link.send('hello')\ntime.sleep(600)"
+    program = LINK.replace("on_loss", "silence_s=0.3, on_loss") + "link.send('hello')\ntime.sleep(3600)"
     with subprocess.Popen(
         [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as peer:
@@ -129,7 +129,7 @@ def test_a_process_whose_controller_is_silent_ends_by_itself():
 
 def test_close_waits_for_a_process_that_ends_by_itself():
     async def run() -> Peer:
-        peer = Peer(f"{LINK}link.send('hello')\ntime.sleep(600)")
+        peer = Peer(f"{LINK}link.send('hello')\ntime.sleep(3600)")
         await peer.start()
         while not peer.messages:
             await asyncio.sleep(0.01)

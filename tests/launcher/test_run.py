@@ -50,7 +50,7 @@ if os.environ["RANK"] == "1":
         time.sleep(0.01)
     sys.exit(3)
 open("written", "w").close()
-time.sleep(600)
+time.sleep(3600)
 """
 
 # Rank 0 does not end when asked; nor does the child of rank 1, which is in a session of its own.
@@ -60,8 +60,8 @@ if os.environ["RANK"] == "0":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     print(os.getpid())
     open("deaf", "w").close()
-    time.sleep(600)
-code = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(flush=True); signal.pause()"
+    time.sleep(3600)
+code = "import signal, time; signal.signal(15, signal.SIG_IGN); print(flush=True); time.sleep(3600)"
 child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, start_new_session=True)
 child.stdout.readline()
 print(child.pid)
@@ -76,10 +76,10 @@ train()
 HANGS = """
 import os, threading, time
 if os.environ["RANK"] == "1":
-    threading.Thread(target=time.sleep, args=(600,)).start()
+    threading.Thread(target=time.sleep, args=(3600,)).start()
     print(os.getpid())
     raise ValueError("never ends")
-time.sleep(600)
+time.sleep(3600)
 """
 
 # Rank 0 fails as soon as rank 1 is gone, and before the launcher has seen that.
@@ -109,7 +109,7 @@ dist.init_process_group("gloo")
 dist.barrier()
 os.write(1, f"{dist.get_rank()}:{os.getpid()}\\n".encode())  # one write: two ranks share the pipe
 if dist.get_rank() == 1:
-    time.sleep(600)
+    time.sleep(3600)
 dist.barrier()
 """
 
@@ -120,7 +120,7 @@ def save(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGTERM, save)
 print(os.getpid())
-time.sleep(600)
+time.sleep(3600)
 """
 
 DEAF = """
@@ -128,7 +128,7 @@ import os, signal, time
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 os.write(1, f"{os.getpid()}\\n".encode())  # one write: they share the file
-time.sleep(600)
+time.sleep(3600)
 """
 
 # What a rank is asked by a signal it says, and goes on.
@@ -137,7 +137,7 @@ import os, signal, time
 for number in (signal.SIGINT, signal.SIGTERM):
     signal.signal(number, lambda number, frame: os.write(1, b"asked\\n"))
 os.write(1, f"{os.getpid()}\\n".encode())
-time.sleep(600)
+time.sleep(3600)
 """
 
 # The command, with an hour between the first signal to the ranks and the last one.

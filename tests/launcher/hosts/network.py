@@ -24,7 +24,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 SUBNET = "10.77.0"  # inside the namespaces only: every session has its own
 PREFIX = "caitest"
-_START_S = 120.0
+_START_S = 300.0
 _SSHD = "/usr/sbin/sshd"
 _SSHD_CONFIG = """\
 Port 22

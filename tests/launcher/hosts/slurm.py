@@ -11,7 +11,7 @@ from typing import Any
 
 from tests.launcher.hosts.network import Network
 
-_START_S = 120.0
+_START_S = 300.0
 _CONFIG = """\
 ClusterName=test
 SlurmctldHost=host1

@@ -196,5 +196,5 @@ LISTENS = """
 import socket, time
 listener = socket.create_server(("", 29500))
 print("up", flush=True)
-time.sleep(60)
+time.sleep(3600)
 """
