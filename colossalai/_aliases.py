@@ -245,9 +245,9 @@ def _register_shared_memory(distributed: ModuleType) -> None:
         backends.register_backend(SHARED_MEMORY, _make_group, extended_api=True, devices=["cpu"])
 
 
-def _make_group(options: Any, _: Any = None) -> Any:
+def _make_group(options: Any, backend_options: Any = None) -> Any:
     """Make the process group that torch requests; its modules are imported at the first call."""
-    return find_name("colossalai", JOB_PARTS, "make_group")(options)
+    return find_name("colossalai", JOB_PARTS, "make_group")(options, backend_options)
 
 
 def _install(finder: AliasFinder) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -37,3 +39,28 @@ def clock_of_file(path: Path) -> Clock:
     """Return a clock that stands still; when there is a file, it is an hour later at each look."""
     hours = count()
     return Clock(now=lambda: 3600.0 * next(hours) if path.exists() else 0.0)
+
+
+class ReadClock(FakeClock):
+    """A fake clock that is seen to be read: a wait for another rank reads it again and again.
+
+    Attributes:
+        step: Seconds that pass at each reading; 0: time stands still.
+    """
+
+    def __init__(self, step: float = 0.0) -> None:
+        super().__init__()
+        self.step = step
+        self.clock = replace(self.clock, now=self._read)
+        self._num_readings = 0
+        self._actions: dict[int, Callable[[], object]] = {}
+
+    def after(self, num_readings: int, action: Callable[[], object]) -> None:
+        """Call a function at a later reading, in the thread that reads."""
+        self._actions[self._num_readings + num_readings] = action
+
+    def _read(self) -> float:
+        self._num_readings += 1
+        self.seconds += self.step
+        self._actions.pop(self._num_readings, bool)()
+        return self.seconds

@@ -18,3 +18,4 @@ from colossalai.communication.shared_memory._machines import is_within_machine a
 from colossalai.communication.shared_memory._machines import make_group as make_group
 from colossalai.communication.shared_memory._machines import stamp_next as stamp_next
 from colossalai.communication.shared_memory._machines import transport_of as transport_of
+from colossalai.communication.shared_memory._watch import WaitOptions as WaitOptions

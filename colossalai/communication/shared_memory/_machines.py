@@ -37,6 +37,7 @@ from colossalai.communication.shared_memory._membership import Membership, bound
 from colossalai.communication.shared_memory._segment import copy_bytes
 from colossalai.communication.shared_memory._slots import Slots
 from colossalai.communication.shared_memory._tensors import Bytes, bytes_of
+from colossalai.communication.shared_memory._watch import WaitOptions
 from colossalai.communication.shared_memory._work import SharedWork
 from colossalai.logging import get_dist_logger
 from colossalai.monitor import CallLog, DisagreementError
@@ -86,11 +87,12 @@ def stamp_next(group: dist.ProcessGroup, stamp: int) -> None:
     group.stamps[threading.get_ident()] = stamp
 
 
-def make_group(options: Any) -> Any:
+def make_group(options: Any, backend_options: Any = None) -> Any:
     """Make a process group for torch; collective over its ranks.
 
     Args:
         options: Options of torch: store, rank, size, name and time limit.
+        backend_options: The `pg_options` of the caller; without effect unless they are `WaitOptions`.
 
     Returns:
         A group over shared memory, with gloo between machines; a gloo group if no two ranks share memory. A
@@ -126,7 +128,11 @@ def make_group(options: Any) -> Any:
         return record.where(ranks)
 
     membership = Membership(
-        island, ranks=[ranks[index] for index in island.ranks], where=where, timeout=timeout.total_seconds()
+        island,
+        ranks=[ranks[index] for index in island.ranks],
+        where=where,
+        timeout=timeout.total_seconds(),
+        options=backend_options if isinstance(backend_options, WaitOptions) else WaitOptions(),
     )
     across: AcrossMachines | None = None
     if all_ranks is not None:

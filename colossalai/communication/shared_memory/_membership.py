@@ -16,7 +16,7 @@ from colossalai.communication.shared_memory._islands import Island
 from colossalai.communication.shared_memory._messages import Messages
 from colossalai.communication.shared_memory._segment import LEAST_BYTES, Arenas, Segment
 from colossalai.communication.shared_memory._slots import Slots
-from colossalai.communication.shared_memory._watch import ProcessEnds, Watch
+from colossalai.communication.shared_memory._watch import ProcessEnds, WaitOptions, Watch
 from colossalai.communication.shared_memory._work import CallQueue
 
 VARIABLE = "COLOSSALAI_SHARED_MEMORY"
@@ -103,6 +103,7 @@ class Membership:
         ranks: Global ranks of the island, by index.
         where: Returns the name of the group for messages.
         timeout: Time limit of the waits for other ranks, in seconds.
+        options: Options of these waits.
     """
 
     def __init__(
@@ -112,6 +113,7 @@ class Membership:
         ranks: Sequence[int],
         where: Callable[[], str],
         timeout: float,
+        options: WaitOptions,
     ) -> None:
         segment, layout = island.segment, island.layout
         assert segment is not None, "an island without memory has no members"
@@ -124,7 +126,14 @@ class Membership:
         waiting = waiting_of_this_system()
         self._progress = Counters(segment, layout.progress, waiting, layout.num_ranks)
         self.watch = Watch(
-            segment, layout, island.index, ranks=ranks, pids=island.pids, ends=open_groups.ends, where=where
+            segment,
+            layout,
+            island.index,
+            ranks=ranks,
+            pids=island.pids,
+            ends=open_groups.ends,
+            where=where,
+            clock=options.clock,
         )
         self.slots = Slots(
             segment,
@@ -147,6 +156,7 @@ class Membership:
             watch=self.watch,
             timeout=timeout,
             may_reserve=lambda size: size <= open_groups.budget(layout.num_ranks),
+            poll_s=options.message_poll_s,
         )
         self.calls = CallQueue()
         open_groups.add(self)

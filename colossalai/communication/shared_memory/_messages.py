@@ -21,7 +21,6 @@ receiver sees the mark.
 import os
 import struct
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -42,7 +41,6 @@ _HEADER = struct.Struct("<qQ")  # tag, length
 _PIECE = 256 << 10  # bytes that are copied before the counter is updated
 _TURN = 1 << 20  # bytes that a thread moves before it releases the lock
 _LEAST_MAILBOX = 64 << 10
-_MESSAGE_THREAD_S = 5.0  # between two polls of the message thread without an alarm
 
 # Indices of words in a sender's control line, after the counter.
 _MARK, _CAPACITY = 1, 2
@@ -133,6 +131,7 @@ class Messages:
         watch: Watch of the group, which ends waits.
         timeout: Time limit of the waits for other ranks, in seconds.
         may_reserve: Returns whether so many bytes more may be reserved.
+        poll_s: Seconds between two polls of the message thread without an alarm.
     """
 
     def __init__(
@@ -147,6 +146,7 @@ class Messages:
         watch: Watch,
         timeout: float,
         may_reserve: Callable[[int], bool],
+        poll_s: float,
     ) -> None:
         self._segment = segment
         self._layout = layout
@@ -155,6 +155,7 @@ class Messages:
         self._watch = watch
         self._timeout = timeout
         self._may_reserve = may_reserve
+        self._poll_s = poll_s
         self._out = {other: _Outbox() for other in range(layout.num_ranks) if other != rank}
         self._in = {other: _Inbox() for other in range(layout.num_ranks) if other != rank}
         self._matching = Matching(tuple(self._in))
@@ -251,7 +252,7 @@ class Messages:
     def _check(self, target: int, describe: Callable[[], str]) -> None:
         """Check every `SLICE_S` that the target is alive: sends that fit into the mailbox would not fail."""
         self._watch.check()
-        now = time.monotonic()
+        now = self._watch.clock.now()
         if now < self._next_check:
             return
         self._next_check = now + SLICE_S
@@ -461,7 +462,7 @@ class Messages:
                 while self.move():
                     pass
             if not self._is_stopped:
-                self._alarms.wait_for_change(self._rank, seen, _MESSAGE_THREAD_S, spins=False)
+                self._alarms.wait_for_change(self._rank, seen, self._poll_s, spins=False)
 
     # Indices of control lines.
 

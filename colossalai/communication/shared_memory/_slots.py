@@ -8,7 +8,6 @@ half it waits until all ranks are DONE with the last part in that half, two part
 part ahead of the slowest one, and the senders of a rooted call do not wait for its receivers.
 """
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -387,11 +386,11 @@ class Slots:
 
     def _begun_ranks(self, part: int) -> list[int]:
         """Return the other ranks that have begun a part, after a wait for late ones of at most `_LATE_S`."""
-        begun, end = (START + part * _PHASES + BEGUN) & (2**32 - 1), time.monotonic() + _LATE_S
+        begun, end = (START + part * _PHASES + BEGUN) & (2**32 - 1), self._watch.clock.now() + _LATE_S
         while True:
             late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}
             lost = self._watch.ended_ranks() | self._watch.departed_ranks()
-            if late <= lost or self._watch.is_broken or time.monotonic() > end:
+            if late <= lost or self._watch.is_broken or self._watch.clock.now() > end:
                 # The caller reads the headers of these ranks.
                 self._counters.fence()
                 return [rank for rank in self.others if rank not in late]

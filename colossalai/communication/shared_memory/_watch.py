@@ -12,13 +12,14 @@ ends when a rank of any group of this process has died, that is, has ended witho
 import os
 import select
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch.distributed as dist
 
+from colossalai._clock import Clock
 from colossalai.communication.shared_memory._counters import LINE, SLICE_S, Counters
 from colossalai.communication.shared_memory._layout import TEXT_SIZE, SegmentLayout
 from colossalai.communication.shared_memory._segment import Segment
@@ -26,6 +27,19 @@ from colossalai.monitor import late_ranks, lost_ranks
 
 # Duration of a wait before it ends for a death outside of its group: errors within the group come first.
 _OTHER_GROUPS_S = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitOptions:
+    """Options of the waits of a group; the `pg_options` of torch for this backend.
+
+    Attributes:
+        clock: Clock of the time limits.
+        message_poll_s: Seconds between two polls of the message thread without an alarm.
+    """
+
+    clock: Clock = field(default_factory=Clock)
+    message_poll_s: float = 5.0
 
 
 class ProcessEnds:
@@ -84,8 +98,10 @@ class Watch:
         pids: Process ids of the other ranks, by index.
         ends: Process descriptors of this process.
         where: Returns the name of the group for messages.
+        clock: Clock of the waits.
 
     Attributes:
+        clock: See above.
         is_closed: Whether the group has been destroyed in this process.
     """
 
@@ -99,9 +115,11 @@ class Watch:
         pids: Mapping[int, int],
         ends: ProcessEnds,
         where: Callable[[], str],
+        clock: Clock,
     ) -> None:
         self.ranks = tuple(ranks)
         self.where = where
+        self.clock = clock
         self.is_closed = False
         self._segment = segment
         self._layout = layout
@@ -192,7 +210,7 @@ class Watch:
                 text = self._segment.read(self._layout.error_text(index), TEXT_SIZE).rstrip(b"\0")
                 if text:
                     return text.decode(errors="replace")
-            time.sleep(SLICE_S)  # some processors show the mark before the words
+            self.clock.sleep(SLICE_S)  # some processors show the mark before the words
         return f"a rank {self.where()} has given up"
 
 
@@ -251,7 +269,7 @@ class WaitLimit:
             DistBackendError: An awaited rank has ended, a rank has given up, or the time limit is over.
         """
         self._watch.check()
-        now = time.monotonic()
+        now = self._watch.clock.now()
         if now < self._next:
             return
         if not self._deadline:

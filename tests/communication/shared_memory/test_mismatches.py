@@ -1,22 +1,22 @@
 """Calls that do not fit: at the same place of a group, a message and its buffer, arguments, reductions."""
 
 import itertools
-import time
 from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from colossalai.communication.shared_memory import WaitOptions
 from colossalai.communication.shared_memory._calls import OPERATIONS
 from tests.communication.shared_memory.programs import gather_single, scatter_single
-from tests.communication.shared_memory.ranks_that_end import error_of, group
+from tests.communication.shared_memory.ranks_that_end import error_of, group, wait_for_file
+from tests.harness.clocks import ReadClock
 from tests.ranks import run_ranks
 from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 P, N = 3, 12
-AT_ONCE_S = 1.0
 ODD = 1  # the rank that calls something else
 
 
@@ -85,20 +85,20 @@ def first_pairs():
 
 
 def make_calls_that_do_not_fit(path, places):
-    found = []
+    """Time stands still in each group: a wait that only a time limit ends is a hang."""
+    found, waits = [], WaitOptions(clock=ReadClock().clock)
     with group(path):
         for most, odd, *_ in map(PAIRS.__getitem__, places):
-            pg = dist.new_group()
+            pg = dist.new_group(pg_options=waits)
             dist.barrier(pg)
             operation, arguments = odd if dist.get_rank() == ODD else most
-            begun = time.monotonic()
-            kind, text, _ = error_of(partial(call, pg, operation, **arguments))
+            kind, text = error_of(partial(call, pg, operation, **arguments))
             number = 1
             while not text and number < 3:
-                kind, text, _ = error_of(partial(dist.barrier, pg))
+                kind, text = error_of(partial(dist.barrier, pg))
                 number += 1
             again = error_of(partial(dist.barrier, pg))[1]
-            found.append((kind, text, again, number, time.monotonic() - begun))
+            found.append((kind, text, again, number))
             dist.destroy_process_group(pg)
     return found
 
@@ -109,24 +109,30 @@ def test_pairs_of_calls_that_do_not_fit_are_named_on_all_ranks(tmp_path, places)
     wrong = []
     for number, (most, odd, what, value, other) in enumerate(map(PAIRS.__getitem__, places)):
         for rank, found in enumerate(told):
-            kind, text, again, calls, seconds = found[number]
+            kind, text, again, calls = found[number]
             is_kind = kind in ("DisagreementError", "DistBackendError")
             # Which ranks are listed depends on who has come by then; the odd one and another are.
             is_said = all(
                 word in text for word in (f"{what} is ", f"{other} on rank [{ODD}]", f"{value} on rank")
             )
-            if not is_kind or not is_said or not again or calls > 3 or seconds > AT_ONCE_S:
+            if not is_kind or not is_said or not again or calls > 3:
                 wrong.append(f"{most} and {odd} on rank {rank}: {found[number]}")
     assert not wrong, f"{len(wrong)}\n" + "\n".join(wrong[:40])
 
 
 def be_late_to_a_call_that_does_not_fit(path):
-    """Rank 2 comes when ranks 0 and 1 have found that they do not agree; who is wrong shows by it alone."""
-    with group(path) as rank:
+    """Rank 2 comes while ranks 0 and 1, which do not agree, wait for it; who is wrong shows by it alone."""
+    clock = ReadClock()
+    with group(path, clock=clock.clock) as rank:
         dist.barrier()
+        waits = path.with_suffix(f".{rank}")
+        clock.after(20, waits.touch)
         if rank == 2:
-            time.sleep(0.1)
-        return error_of(lambda: dist.all_reduce(torch.ones(2000 if rank == ODD else 1000)))[1]
+            for other in range(2):
+                wait_for_file(path.with_suffix(f".{other}"))
+        _, text = error_of(lambda: dist.all_reduce(torch.ones(2000 if rank == ODD else 1000)))
+        waits.touch()  # also if it has not waited
+        return text
 
 
 def test_the_late_ranks_are_listed_as_well(tmp_path):
@@ -137,7 +143,7 @@ def test_the_late_ranks_are_listed_as_well(tmp_path):
 def add_sparse_tensors_of_two_shapes(path):
     with group(path) as rank:
         shape = (4, 3) if rank == 0 else (3, 4)
-        return error_of(lambda: dist.all_reduce(torch.ones(shape).to_sparse()))[:2]
+        return error_of(lambda: dist.all_reduce(torch.ones(shape).to_sparse()))
 
 
 def test_sparse_tensors_of_other_shapes_are_named_on_all_ranks(tmp_path):
@@ -161,7 +167,7 @@ def send_rows_that_nobody_expects(path):
             dist.all_to_all_single(output, source, expected, counts[rank])
             dist.barrier()
 
-        return error_of(exchange)[:2]
+        return error_of(exchange)
 
 
 def test_an_uneven_exchange_that_does_not_fit_is_named_on_all_ranks(tmp_path):
@@ -205,16 +211,16 @@ def ask_for_what_does_not_exist(path):
                 partial(dist.reduce_scatter, tensors[0], tensors, operator),
             )
             # On one rank: were anything sent, the next call would fail.
-            found += [error_of(one)[:2] for one in calls] if rank == 0 else []
+            found += [error_of(one) for one in calls] if rank == 0 else []
         if rank == 0:
             found += [
-                error_of(partial(dist.all_to_all_single, torch.ones(3), torch.ones(3)))[:2],
-                error_of(partial(dist.all_gather, [torch.ones(2)], torch.ones(2)))[:2],
-                error_of(partial(dist.all_reduce, torch.ones(2, device="meta")))[:2],
-                error_of(partial(dist.broadcast, torch.ones(2).to_sparse(), 0))[:2],
-                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse(), op.MAX))[:2],
-                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse() * 1j))[:2],
-                error_of(partial(dist.all_reduce, torch.eye(2).to_sparse_csr()))[:2],
+                error_of(partial(dist.all_to_all_single, torch.ones(3), torch.ones(3))),
+                error_of(partial(dist.all_gather, [torch.ones(2)], torch.ones(2))),
+                error_of(partial(dist.all_reduce, torch.ones(2, device="meta"))),
+                error_of(partial(dist.broadcast, torch.ones(2).to_sparse(), 0)),
+                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse(), op.MAX)),
+                error_of(partial(dist.all_reduce, torch.ones(2).to_sparse() * 1j)),
+                error_of(partial(dist.all_reduce, torch.eye(2).to_sparse_csr())),
             ]
         tensor = torch.ones(3)
         dist.all_reduce(tensor)
@@ -371,7 +377,7 @@ def refused(pg):
 def make_calls_that_are_refused(path):
     with group(path) as rank:
         # On one rank: were anything sent, the calls after it would fail.
-        found = [(error_of(call)[:2], said) for call, said in refused(dist.group.WORLD)] if rank == 0 else []
+        found = [(error_of(call), said) for call, said in refused(dist.group.WORLD)] if rank == 0 else []
         tensor = ones(3)
         dist.all_reduce(tensor)
         message = torch.full((2,), float(rank))
