@@ -388,9 +388,11 @@ class Slots:
         """Return the other ranks that have begun a part, after a wait for late ones of at most `_LATE_S`."""
         begun, end = (START + part * _PHASES + BEGUN) & (2**32 - 1), self._watch.clock.now() + _LATE_S
         while True:
-            late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}
+            # Both before the counters: a rank publishes BEGUN before it gives up or leaves.
+            is_last = self._watch.is_broken or self._watch.clock.now() > end
             lost = self._watch.ended_ranks() | self._watch.departed_ranks()
-            if late <= lost or self._watch.is_broken or self._watch.clock.now() > end:
+            late = {rank for rank in self.others if is_behind(self._counters.value(rank), begun)}
+            if late <= lost or is_last:
                 # The caller reads the headers of these ranks.
                 self._counters.fence()
                 return [rank for rank in self.others if rank not in late]
