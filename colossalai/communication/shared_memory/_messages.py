@@ -12,10 +12,10 @@ reads the bytes that have arrived. Later, every thread that waits for a message 
 possible, and sleeps on the rank's *bell*, which the other ranks ring at every step. Possibly no thread waits:
 the sender computes and its mailbox is full, or the receiver has posted an `irecv` and is in a collective. For
 these cases a message thread of each rank sleeps on its *alarm*. The alarm is rung by a sender whose message
-does not fit into the mailbox, and by a receiver that has made room in a mailbox whose sender has set its
-mark. A sender sets the mark, executes an atomic operation (the alarm), and checks the mailbox once more; a
-receiver reads the mark after an atomic operation (the bell). So either the sender sees the room, or the
-receiver sees the mark.
+does not fit into the mailbox, then and when it has written the rest, and by a receiver that has made room in
+a mailbox whose sender has set its mark. A sender sets the mark, executes an atomic operation (the alarm), and
+checks the mailbox once more; a receiver reads the mark after an atomic operation (the bell). So either the
+sender sees the room, or the receiver sees the mark.
 """
 
 import os
@@ -328,6 +328,8 @@ class Messages:
             # A late alarm is harmless: the message thread finds nothing to move.
             self._segment.words[self._line(self._rank, target) + _MARK] = 0
             outbox.is_marked = False
+            # The last bytes had room: the message thread of the receiver has read those before, and sleeps.
+            self._alarms.ring(target)
         return moved
 
     def _push_piece(self, target: int, outbox: _Outbox) -> int:
