@@ -1,5 +1,6 @@
 """Every call of torch.distributed over shared memory gives the bits of a sum written out in rank order."""
 
+import os
 import random
 import time
 from contextlib import nullcontext
@@ -11,7 +12,8 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, Phase, given, settings
 
-from colossalai.communication.shared_memory import empty_in_arena
+from colossalai._clock import Clock
+from colossalai.communication.shared_memory import WaitOptions, empty_in_arena
 from colossalai.communication.shared_memory._slots import Slots
 from tests.communication.shared_memory.programs import (
     gather_single,
@@ -91,29 +93,62 @@ def test_sums_of_sparse_tensors(num_ranks, num_cases):
 
 
 SIZES = (40_000, 100_003, 1_300_000)  # elements: a part, a part of odd length, several parts
-SLOW_S = 0.004
 
 
-def slow(read):
-    """A function of `Slots` that takes its time, for a rank that others could run ahead of."""
+class Ahead:
+    """What the ranks show of their calls to a slow one, which so lets them run ahead as far as they can.
 
-    def late(*args, **options):
-        time.sleep(SLOW_S)
-        return read(*args, **options)
+    Args:
+        path: A file that they share.
+        rank: This rank.
+        num_ranks: Number of ranks.
 
-    return late
+    Attributes:
+        clock: The clock of this rank: a rank that waits for another one reads it again and again.
+    """
+
+    def __init__(self, path, rank, num_ranks):
+        # (2, ranks): readings of the clocks, and calls that are over
+        self._shown = torch.from_file(path, shared=True, size=2 * num_ranks, dtype=torch.int64).view(2, -1)
+        self._readings, self._num_over = self._shown.unbind()
+        self._rank = rank
+        self._others = [other for other in range(num_ranks) if other != rank]
+        self.clock = Clock(now=self._read_clock)
+
+    def _read_clock(self):
+        self._readings[self._rank] += 1
+        return 0.0
+
+    def end_call(self):
+        """Show that a call of this rank is over, and its memory spoiled."""
+        self._num_over[self._rank] += 1
+
+    def slow(self, read):
+        """Return a function of `Slots` that reads once each other rank waits, or is over with the call."""
+
+        def late(*args, **options):
+            before = self._readings.clone()
+            while any(
+                self._readings[other] == before[other] and self._num_over[other] <= self._num_over[self._rank]
+                for other in self._others
+            ):
+                time.sleep(0.001)
+            return read(*args, **options)
+
+        return late
 
 
 def term(rank, size, dtype, seed):
     return torch.randn(size, generator=torch.Generator().manual_seed(100 * seed + rank)).to(dtype)
 
 
-def lend(cases):
+def lend(path, cases):
     """Make calls whose operands some ranks lend, and spoil these as soon as a call is over."""
-    dist.init_process_group("shared_memory")
-    rank, p = dist.get_rank(), dist.get_world_size()
+    rank, p = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    ahead = Ahead(path, rank, p)
+    dist.init_process_group("shared_memory", pg_options=WaitOptions(clock=ahead.clock))
     wrong, lent_bytes = [], 0
-    reads = {name: slow(getattr(Slots, name)) for name in ("operand", "get_operand")}
+    reads = {name: ahead.slow(getattr(Slots, name)) for name in ("operand", "get_operand")}
     for seed, (operation, size, dtype, lenders) in enumerate(cases):
         size = size // p * p
         terms = [term(other, size, dtype, seed) for other in range(p)]
@@ -138,6 +173,7 @@ def lend(cases):
                 gather_single(memory, own)
         is_right = torch.equal(found, wanted)
         memory.fill_(float("nan"))
+        ahead.end_call()
         if not is_right:
             wrong.append(f"rank {rank}: {operation} of {size} {dtype}, lent by {lenders}")
     dist.barrier()
@@ -149,7 +185,7 @@ def lend(cases):
 @pytest.mark.parametrize(
     ("num_ranks", "sizes"), [(3, SIZES[1:]), further(3, SIZES), further(2, SIZES), further(4, SIZES)]
 )
-def test_operands_that_are_read_where_they_lie(num_ranks, sizes):
+def test_operands_that_are_read_where_they_lie(num_ranks, sizes, tmp_path):
     everybody = tuple(range(num_ranks))
     cases = [
         (operation, size, dtype, lenders)
@@ -158,7 +194,7 @@ def test_operands_that_are_read_where_they_lie(num_ranks, sizes):
         for dtype in (torch.float32, torch.bfloat16)[: 2 if operation == "all_reduce" else 1]
         for lenders in (everybody, everybody[1:], (0, everybody[-1]))
     ]
-    told = run_ranks(lend, num_ranks, cases)
+    told = run_ranks(lend, num_ranks, str(tmp_path / "ahead"), cases)
     assert not any(wrong for wrong, _ in told), "\n".join(line for wrong, _ in told for line in wrong)
     assert all(lent > 0 for _, lent in told)
 
