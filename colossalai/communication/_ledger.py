@@ -8,11 +8,15 @@ an exchange with arbitrary sizes, they are the bytes that this rank sends.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
+
+from colossalai._clock import Clock
+
+_CLOCK = Clock(now=time.perf_counter)
 
 
 @dataclass(frozen=True)
@@ -39,10 +43,12 @@ class Ledger:
     Attributes:
         entries: Entries of the operations.
         timed: Whether the entries have a duration.
+        clock: Clock of the durations.
     """
 
     entries: list[LedgerEntry] = field(default_factory=list)
     timed: bool = False
+    clock: Clock = _CLOCK
 
     def num_bytes(self, op: str | None = None, axis: str | None = None) -> float:
         """Return the bytes that this rank sent, optionally of one operation or along one axis."""
@@ -65,14 +71,15 @@ open_ledgers: list[Ledger] = []
 
 
 @contextmanager
-def ledger(*, timed: bool = False) -> Iterator[Ledger]:
+def ledger(*, timed: bool = False, clock: Clock = _CLOCK) -> Iterator[Ledger]:
     """Record the operations of `colossalai.communication` within the block; blocks can be nested.
 
     Args:
         timed: Whether to time each operation. The accelerator is synchronized before and after it, so that
             nothing overlaps with it; time the whole block in a run without a timed ledger.
+        clock: Clock of the durations.
     """
-    book = Ledger(timed=timed)
+    book = Ledger(timed=timed, clock=clock)
     open_ledgers.append(book)
     try:
         yield book
@@ -111,15 +118,15 @@ def record_bytes(op: str, axis: str, num_bytes: float) -> AbstractContextManager
 
 @contextmanager
 def _recorded(op: str, axis: str, num_bytes: float) -> Iterator[None]:
-    books, timed = list(open_ledgers), is_timed()
-    start = _now() if timed else 0.0
+    books = list(open_ledgers)
+    starts = _times_of(books)
     yield
-    seconds = _now() - start if timed else 0.0
-    for book in books:
-        book.entries.append(LedgerEntry(op, axis, num_bytes, seconds if book.timed else 0.0))
+    for book, start, end in zip(books, starts, _times_of(books), strict=True):
+        book.entries.append(LedgerEntry(op, axis, num_bytes, end - start))
 
 
-def _now() -> float:
-    if torch.accelerator.is_available():
+def _times_of(books: Sequence[Ledger]) -> list[float]:
+    """Return the present time of each ledger, 0 of an untimed one."""
+    if any(book.timed for book in books) and torch.accelerator.is_available():
         torch.accelerator.synchronize()
-    return time.perf_counter()
+    return [book.clock.now() if book.timed else 0.0 for book in books]
