@@ -19,6 +19,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
+from colossalai._clock import Clock
 from colossalai.cluster import gather_values
 from colossalai.communication import all_gather, all_reduce, all_to_all, reduce_scatter, ring_forward
 from colossalai.context import Axis, Mesh
@@ -34,6 +35,7 @@ _FEWEST_ROUNDS = 3
 _PATIENCE_S = 0.5  # seconds of an operation along some axes, after which only the fewest rounds are run
 _NUM_CALLS = 2  # calls of a round, in sequence
 _FLOAT = 4  # bytes
+_CLOCK = Clock(now=time.perf_counter)
 
 Advance = Callable[[str], None]
 
@@ -63,7 +65,9 @@ def measure_speed(mesh: Mesh, *, show_progress: bool) -> MeshSpeed:
     return MeshSpeed(shape, lines, machine_of_job(mesh.device_type))
 
 
-def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, float]:
+def measure_operation(
+    op: str, axis: Axis, sizes: Sequence[int], *, clock: Clock = _CLOCK
+) -> dict[int, float]:
     """Return the seconds of an operation for each size; collective over the job.
 
     See [Note: timed calls].
@@ -72,6 +76,7 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
         op: One of `OPERATIONS`.
         axis: Axis of the operation; all groups along it communicate at the same time.
         sizes: See [Note: num_bytes]; rounded up to a multiple of the ranks of the axis.
+        clock: Clock of the measurement.
 
     Returns:
         The seconds by rounded size.
@@ -81,9 +86,9 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
     calls = {(rounded := -(-size // unit) * unit): _call(op, axis, rounded) for size in sizes}
     next(iter(calls.values()))()  # the first call opens the connections
     found: dict[int, list[float]] = {size: [] for size in calls}
-    begin = time.perf_counter()
+    begin = clock.now()
     for number in range(_NUM_ROUNDS):
-        elapsed = _meet(everybody, time.perf_counter() - begin)  # the same on all ranks: they stop together
+        elapsed = _meet(everybody, clock.now() - begin)  # the same on all ranks: they stop together
         if number >= _FEWEST_ROUNDS and elapsed > _PATIENCE_S:
             break
         for size, call in calls.items():
@@ -93,11 +98,11 @@ def measure_operation(op: str, axis: Axis, sizes: Sequence[int]) -> dict[int, fl
                 _meet(everybody, 0.0)
                 call()
                 _finish(axis.mesh)
-                start = time.perf_counter()
+                start = clock.now()
                 for _ in range(num_calls):
                     call()
                 _finish(axis.mesh)
-                found[size].append((time.perf_counter() - start) / num_calls)
+                found[size].append((clock.now() - start) / num_calls)
     own = torch.tensor([seconds for each in found.values() for seconds in each], dtype=torch.float64)
     slowest = all_reduce(own.to(axis.mesh.device_type), everybody, dist.ReduceOp.MAX).cpu()
     parts = slowest.split([len(each) for each in found.values()])

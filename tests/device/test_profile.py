@@ -12,6 +12,7 @@ import colossalai
 from colossalai.communication import all_gather, ledger
 from colossalai.core import global_context as gpc
 from colossalai.device import OPERATIONS, PROFILE_SIZES, DeviceMesh, _profile, measure_operation
+from tests.harness.clocks import ReadClock
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -109,22 +110,12 @@ def test_a_profile_is_the_same_on_all_ranks(num_sizes: int, tmp_path: Path) -> N
 
 
 def times_of_unequal_ranks() -> list[Any]:
-    """Measure where rank 2 is slow, and count what is sent."""
+    """Measure where rank 2 alone takes time, 5 s between two readings, and count what is sent."""
     colossalai.launch_from_torch({}, verbose=False)
     mesh = DeviceMesh(torch.arange(4), (2, 2)).mesh
-    clock = _profile.time.perf_counter
-    readings = [0]
-
-    def slow_clock() -> float:
-        readings[0] += 1
-        return clock() + (5.0 * readings[0] if dist.get_rank() == 2 else 0.0)
-
-    _profile.time.perf_counter = slow_clock  # type: ignore[assignment]
-    try:
-        with ledger() as book:
-            times = measure_operation("all_to_all", mesh.axis("1"), [1000, 2 * LARGE])
-    finally:
-        _profile.time.perf_counter = clock
+    clock = ReadClock(step=5.0 if dist.get_rank() == 2 else 0.0).clock
+    with ledger() as book:
+        times = measure_operation("all_to_all", mesh.axis("1"), [1000, 2 * LARGE], clock=clock)
     sent = [entry.num_bytes for entry in book.entries if entry.op == "all_to_all"]
     gpc.destroy()
     return [times, sent]
@@ -134,9 +125,8 @@ def test_times_are_those_of_the_slowest_rank() -> None:
     found = run_ranks(times_of_unequal_ranks, 4)
     times, sent = found[0]
     assert all(each == found[0] for each in found)
-    assert set(times) == {1000, 2 * LARGE}
-    assert times[1000] > 5.0 / 2  # the calls of a round share the 5 s between two readings
-    assert times[2 * LARGE] > 5.0
+    # The calls of a round share the 5 s between two readings.
+    assert times == {1000: 5.0 / 2, 2 * LARGE: 5.0}
     assert sent.count(LARGE) == 2, "above 1 MB: once untimed, and once"
     # The clock of rank 2 runs away, so patience ends after the fewest rounds; on all ranks, or they hang.
     assert sent.count(500) == 1 + 3 * (1 + 2)
