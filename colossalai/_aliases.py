@@ -55,7 +55,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.nn.layer.utils": "colossalai.nn.layer._divide",
     "colossalai.nn.layer.wrapper": "colossalai.pipeline.stages._tied_weights",
     "colossalai.nn.moe": "colossalai.nn.layer.moe",
-    "colossalai.nn.optimizer.cpu_adam": "colossalai.nn.optimizer._cpu_adam",
+    "colossalai.nn.optimizer.cpu_adam": "colossalai.nn.optimizer._hybrid_adam",
     "colossalai.nn.optimizer.fused_adam": "colossalai.nn.optimizer._fused_adam",
     "colossalai.nn.optimizer.gemini_optimizer": "colossalai.compat._gemini_wrappers",
     "colossalai.nn.optimizer.hybrid_adam": "colossalai.nn.optimizer._hybrid_adam",

@@ -7,11 +7,11 @@ from colossalai._not_landed import refuse_name
 from colossalai.nn.optimizer._adam_kernel import AdamOptions as AdamOptions
 from colossalai.nn.optimizer._adam_kernel import Slot as Slot
 from colossalai.nn.optimizer._adam_kernel import mixed_adam_step as mixed_adam_step
-from colossalai.nn.optimizer._cpu_adam import CPUAdam as CPUAdam
 from colossalai.nn.optimizer._disk import DiskOptions as DiskOptions
 from colossalai.nn.optimizer._fused_adam import FusedAdam as FusedAdam
 from colossalai.nn.optimizer._fused_lamb import FusedLAMB as FusedLAMB
 from colossalai.nn.optimizer._fused_sgd import FusedSGD as FusedSGD
+from colossalai.nn.optimizer._hybrid_adam import CPUAdam as CPUAdam
 from colossalai.nn.optimizer._hybrid_adam import HybridAdam as HybridAdam
 from colossalai.nn.optimizer._lamb import Lamb as Lamb
 from colossalai.nn.optimizer._lars import Lars as Lars

@@ -59,3 +59,8 @@ class HybridAdam(Adam):
             decoupled_weight_decay=adamw_mode,
             offload=disk_offload(nvme_offload_fraction, nvme_offload_dir, nvme_options),
         )
+
+
+@OPTIMIZERS.register_module
+class CPUAdam(HybridAdam):
+    """`HybridAdam` under its older name: torch's fused kernels leave nothing special to a CPU."""
