@@ -226,7 +226,7 @@ def apply(mutation: Mutation, folder: Path) -> str:
 
 def first_failure(folder: Path, tests: str) -> str:
     """Run tests of a copy until one fails; return its name, empty if all pass."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-n", "2", "-m", "not cluster and not long"]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-m", "not cluster and not long"]
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     options = {"cwd": folder, "env": environment, "capture_output": True, "text": True, "timeout": LIMIT_S}
     try:
