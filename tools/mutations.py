@@ -105,14 +105,14 @@ MUTATIONS = [
         "nn/loss/_cross_entropy.py",
         "            largest = all_reduce(largest, axis, torch.distributed.ReduceOp.MAX)",
         "            pass",
-        "tests/nn/loss tests/parity",
+        "tests/nn/test_parallel_loss.py",
     ),
     Mutation(
         "label smoothing has the wrong sign",
         "nn/loss/_chunks.py",
         "values.sub_(smoothing / terms.vocabulary.num_classes * scale)",
         "values.add_(smoothing / terms.vocabulary.num_classes * scale)",
-        "tests/nn/loss tests/parity",
+        "tests/nn/test_linear_cross_entropy.py",
     ),
     Mutation(
         "the balance of experts is that of one rank",
