@@ -14,7 +14,7 @@ pytestmark = pytest.mark.unit
 KIB = 1024
 MB = 1024 * 1024
 TENSOR = MB
-OTHER = 256 * KIB  # modules and counters of the first call
+OTHER = 512 * KIB  # modules and counters of the first call
 
 
 def test_the_peak_and_the_rest_of_tensors() -> None:
@@ -89,8 +89,8 @@ def test_copies_and_objects_of_a_rank_count() -> None:
         content = bytes(MB)
         del content
     assert counted.tensors == 2 * MB
-    assert MB <= counted.objects < 1.25 * MB
-    assert 3 <= counted.mb < 3.25
+    assert MB <= counted.objects < 1.5 * MB
+    assert 3 <= counted.mb < 3.5
 
 
 def test_mapped_files_and_meta_tensors_of_a_rank_do_not_count(tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_mapped_files_and_meta_tensors_of_a_rank_do_not_count(tmp_path: Path) ->
     with RankAllocations() as counted:
         torch.load(tmp_path / "x.pt", mmap=True).view(-1)
         torch.empty(MB, device="meta")
-    assert counted.mb < 0.25
+    assert counted.mb < 0.5
     with RankAllocations() as counted:
         torch.load(tmp_path / "x.pt")
-    assert 4 <= counted.mb < 4.25
+    assert 4 <= counted.mb < 4.5
