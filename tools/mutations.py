@@ -1,11 +1,11 @@
-"""Break the core in twenty ways, one after the other, and check that tests find each.
+"""Break the core in twenty ways, and check that tests find each.
 
-    python tools/mutations.py                       # all, about half an hour on two cores
+    python tools/mutations.py                     # all, in half an hour
     python tools/mutations.py 3 7 --json found.json
 
-Each mutation replaces one line of a copy of the last commit: a sign, a divisor,
-an axis, a missing reduction, a skipped wait. The tests beside it then have to
-fail. The exit code is 1 if a mutation is not found.
+Each mutation replaces one line of a copy of the last commit: a sign, a
+divisor, an axis, a missing reduction, a skipped wait. The tests beside it
+then have to fail. The exit code is 1 if a mutation is not found.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ def test_check_as_json(monkeypatch: pytest.MonkeyPatch):
 def test_check_as_tables(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("COLUMNS", "200")
     monkeypatch.setattr(_doctor, "_LIBRARIES", LIBRARIES)
-    monkeypatch.setattr(_doctor, "_import_error", lambda module: "RuntimeError: [nms] does not exist")
+    monkeypatch.setattr(_doctor, "_import_error", lambda *_: "RuntimeError: [nms] does not exist")
     result = _invoke("check", "-i")
     assert result.exit_code == 0
     assert re.search(rf"colossalai +{re.escape(__version__)}", result.output)
