@@ -119,7 +119,6 @@ class Watchdog:
         self.has_shown_error = False
         self._alarms = 0  # that are over
         self._notices = 0  # the same
-        self._noticed: set[tuple[str, int]] = set()  # waits in a notice that this rank has written
         self._stop = threading.Event()
         self._open = ExitStack()
         self._thread = threading.Thread(target=self._run, name="colossalai-watchdog", daemon=True)
@@ -331,14 +330,17 @@ class Watchdog:
         if self._store.add(f"told/{number}", 1) > 1:
             return  # another rank was first: all ranks use its diagnosis
         if is_notice and stuck is None:
+            # In the store, since another rank than the one before can write this notice.
+            noticed = {tuple(end) for end in json.loads(self._store.text("noticed") or "[]")}
             write_notice(
                 diagnosis,
                 reports,
-                self._noticed,
+                noticed,
                 notice=self._options.notice,
                 timeout=self._options.timeout,
                 ends=self._options.action == "end",
             )
+            self._store.set("noticed", json.dumps(sorted(noticed)))
         else:
             self._write_report(diagnosis, reports, stacks)
         outcome = {

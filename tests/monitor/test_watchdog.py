@@ -22,6 +22,7 @@ from colossalai.context._mesh import make_group
 from colossalai.core import global_context as gpc
 from colossalai.monitor._last_calls import MessageRecord
 from colossalai.monitor._sections import name_modules, section
+from tests.harness.clocks import process
 from tests.launcher.command import start
 from tests.monitor.hanging import (
     LIMIT_S,
@@ -145,6 +146,39 @@ def test_after_a_while_one_line_says_who_waits_for_whom_and_until_when(tmp_path)
     )
     assert re.fullmatch(said, line), line
     assert not list(tmp_path.glob("hang-*"))
+
+
+def waits_while_another_rank_writes(folder):
+    """Rank 0 writes the first notice; of the second, rank 0 is taken to be late, and rank 1 writes it."""
+    with notices(folder) as told:
+        rank = launch(folder, timeout=900.0, notice=30.0, waiting=(0,))
+        ((watchdog, _),) = process.watching
+        conclude, wait = watchdog._conclude_if_lowest, watchdog._wait_for_key
+
+        def conclude_first(number, **options):
+            if number == "notice-0":
+                conclude(number, **options)
+
+        def wait_in_vain(key, number, **options):
+            return wait(key, number, **options) and key != "report/notice-1/0"
+
+        if rank == 0:
+            watchdog._conclude_if_lowest = conclude_first
+            dist.recv(torch.empty(3), src=1)
+        else:
+            watchdog._wait_for_key = wait_in_vain
+            let_time_pass(folder)
+            wait_for(told)
+            watchdog._store.set("notice/1", "1")
+            wait_for(lambda: watchdog._store.check("diagnosis/notice-1"))
+            dist.send(torch.ones(3), dst=0)
+        meet()
+        return told()
+
+
+def test_a_wait_is_in_one_notice_whichever_rank_writes_the_next(tmp_path):
+    lines, _ = run_ranks(waits_while_another_rank_writes, 2, tmp_path)
+    assert len([line for line in lines if " in recv #1 from rank 1 " in line]) == 1, lines
 
 
 def does_not_send(folder):
