@@ -22,7 +22,8 @@ from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import HybridAdam, Lamb
 from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build, criterion_of, make_batch
-from tests.parity.subjects.tensor import MODES, whole
+from tests.parity.table import MODES
+from tests.parity.training import whole
 from tests.shardformer.models import InDouble, language_loss, mixtral_of_eight
 
 VOCAB, SEQ, BATCH = 13, 8, 16

@@ -3,6 +3,7 @@
 One accelerator is enough. Two ranks cannot share one under NCCL, so they talk by gloo.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,36 +16,25 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.core import global_context as gpc
-from colossalai.testing import check_parity
 from colossalai.utils import get_current_device, get_dataloader
-from tests.parity.subjects.doors import make_case, through_booster, through_engine
+from tests.parity.table import replicas
+from tests.parity.training import train
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.gpu
 
 
-def parity(method, backend, accumulation, max_norm):
-    config = {"gradient_accumulation": accumulation, "clip_grad_norm": max_norm or 0.0}
-    if method == "fsdp":
-        config["zero"] = {"stage": 3}
-    colossalai.launch_from_torch(config=config, backend=backend, verbose=False)
+def has_backend(name, model):
     assert get_current_device().type != "cpu"
-    case = make_case(max_norm=max_norm, device=get_current_device())
-    by_engine = check_parity(case, partial(through_engine, case, accumulation))
-    by_booster = check_parity(case, partial(through_booster, case, accumulation, method))
-    names = dist.get_backend_config(gpc.mesh.group("dp"))
-    gpc.destroy()
-    return by_engine, by_booster, str(names)
+    assert name in str(dist.get_backend_config(gpc.mesh.group("dp")))
 
 
 @pytest.mark.parametrize(("accumulation", "max_norm"), [(1, None), (2, 0.5)])
 @pytest.mark.parametrize("method", ["ddp", "fsdp"])
-@pytest.mark.parametrize(("world_size", "backend"), [(1, "nccl"), (2, "gloo")])
-def test_both_doors_against_one_process(world_size, backend, method, accumulation, max_norm):
-    arguments = (method, backend, accumulation, max_norm)
-    for by_engine, by_booster, names in run_ranks(parity, world_size, *arguments):
-        assert by_engine == by_booster
-        assert backend in names
+@pytest.mark.parametrize(("num_ranks", "backend"), [(1, "nccl"), (2, "gloo")])
+def test_both_doors_against_one_process(num_ranks, backend, method, accumulation, max_norm):
+    run = replicas(num_ranks, accumulation, max_norm, method)
+    run_ranks(train, num_ranks, replace(run, backend=backend, check=partial(has_backend, backend)))
 
 
 def low_precision(name):

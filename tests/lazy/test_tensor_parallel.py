@@ -12,7 +12,7 @@ from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext, is_lazy, materialize
 from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build
-from tests.parity.subjects.tensor import MODES
+from tests.parity.table import MODES
 from tests.ranks import run_ranks
 from tests.tiers import further
 

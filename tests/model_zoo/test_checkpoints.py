@@ -6,7 +6,7 @@ import torch
 import colossalai
 from colossalai.utils import load_checkpoint, save_checkpoint
 from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
-from tests.parity.subjects.tensor import MODES
+from tests.parity.table import MODES
 from tests.ranks import run_ranks
 from tests.tiers import further
 

@@ -14,7 +14,7 @@ from colossalai.model_zoo.gpt._hugging_face import config_of
 from colossalai.nn.layer import head_cut
 from colossalai.tensor import cut_dims
 from tests.model_zoo.tiny import BATCH, SEQ, VOCAB, make_batch
-from tests.parity.subjects.tensor import MODES
+from tests.parity.table import MODES
 from tests.ranks import run_ranks
 from tests.tiers import further
 

@@ -14,7 +14,7 @@ from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTBlock, GPTConfig, GPTEmbedding, GPTLMHead
 from colossalai.model_zoo.vit import ViT, ViTBlock, ViTConfig, ViTEmbedding, ViTHead
 from colossalai.nn.layer import DropPath
-from tests.parity.subjects.tensor import MODES
+from tests.parity.table import MODES
 from tests.ranks import run_ranks
 
 HIDDEN, HEADS, VOCAB, SEQ = 16, 4, 13, 6

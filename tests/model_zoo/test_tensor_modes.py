@@ -1,7 +1,9 @@
-"""GPT, BERT and ViT in every tensor mode: three steps as in one process, precision, dropout, bad sizes."""
+"""GPT, BERT and ViT in tensor modes: the published vocabulary, precision, dropout, bad sizes.
 
-import copy
-from functools import cache, partial
+That they train as in one process is in tests/parity/table.py.
+"""
+
+from functools import cache
 from unittest import mock
 
 import pytest
@@ -9,95 +11,14 @@ import torch
 
 import colossalai
 from colossalai.amp import AMP_TYPE
-from colossalai.core import global_context as gpc
 from colossalai.model_zoo import _attention
 from colossalai.model_zoo.gpt import gpt2_small
-from colossalai.testing import ParityCase, check_parity
-from tests.model_zoo.tiny import BATCH, VOCAB, build, criterion_of, make_batch
-from tests.parity.subjects.tensor import MODES, through_engine
+from tests.model_zoo.tiny import BATCH, build, criterion_of, make_batch
+from tests.parity.table import MODES
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
-from tests.turns import each_in_turn, grouped
 
 pytestmark = pytest.mark.dist
-
-EVERY_MODE = ["1d", "2d", "2.5d", "3d"]
-MAX_NORM = 0.3
-
-
-def loss_of(criterion, model, batch):
-    inputs, labels = batch
-    return criterion(model(inputs), labels)
-
-
-def train(name, mode, data=1, vocab_parallel_limit=1, vocab=VOCAB, num_layers=1, extra=None):
-    """Train in a mode and in one process; the plain twin is built before there is a mode."""
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(3)
-    sizes = {"num_layers": num_layers} | ({} if name == "vit" else {"vocab_size": vocab})
-    plain, plain_criterion = build(name, **sizes), criterion_of(name)
-    max_norm = (
-        MAX_NORM if data > 1 else None
-    )  # clipping hides gradients that are a multiple of the right ones
-    config = {"parallel": {"data": data, "tensor": MODES[mode]}, "clip_grad_norm": max_norm or 0.0}
-    colossalai.launch_from_torch(config | (extra or {}), verbose=False)
-    case = ParityCase(
-        build_model=partial(copy.deepcopy, plain),
-        # Keys have a bias whose gradient is 0 but for rounding: Adam divides that by eps.
-        build_optimizer=partial(torch.optim.AdamW, lr=0.01, eps=1e-6),
-        compute_loss=partial(loss_of, plain_criterion),
-        batches=[make_batch(name, BATCH * data, seed, vocab) for seed in range(3)],
-        max_norm=max_norm,
-        seed=3,
-    )
-    return check_parity(
-        case,
-        partial(
-            through_engine,
-            case,
-            lambda twin: build(name, vocab_parallel_limit=vocab_parallel_limit, **sizes),
-            partial(criterion_of, name),
-        ),
-        slice_index=gpc.mesh.axis_rank("dp"),
-        num_slices=data,
-    )
-
-
-UNEVEN = 13  # a vocabulary that no number of ranks divides
-# Model, mode, replicas, whether the vocabulary is cut (1) or not (None), its size, number of layers.
-# All three models stack the same block.
-CELLS = [
-    ("gpt", "1d", 1, 1, VOCAB, 2),
-    ("gpt", "2d", 1, 1, VOCAB, 2),
-    ("gpt", "1d", 1, 1, UNEVEN),
-    ("bert", "1d"),
-    ("vit", "1d"),
-    further("vit", "2d"),
-    # In 3d and 2.5d there are the layers, in tests/nn, and whole models in tests/parity.
-    further("gpt", "2.5d", 1, 1, UNEVEN),
-    in_soak("gpt", "3d", 1, 1, UNEVEN),
-    further("gpt", "2d", 1, None),
-    further("gpt", "1d", 2),
-    in_soak("gpt", "2.5d", 1, 1, VOCAB, 2),
-    further("gpt", "3d", 1, 1, VOCAB, 2),
-    further("gpt", "2d", 1, 1, UNEVEN),
-    further("gpt", "1d-4", 1, None),
-    further("gpt", "2d", 2),
-    *(further("bert", mode, 1, 1, UNEVEN) for mode in EVERY_MODE[:2]),
-    *(in_soak("bert", mode, 1, 1, UNEVEN) for mode in EVERY_MODE[2:]),
-    *(further("bert", mode) for mode in EVERY_MODE[1:]),
-    *(further("vit", mode) for mode in EVERY_MODE[2:]),
-    *(further("vit", mode, 2) for mode in ("1d", "2d")),
-]
-
-
-@pytest.mark.parametrize(
-    ("num_ranks", "cells"), grouped(CELLS, lambda name, mode, data=1, *_: MODES[mode]["size"] * data)
-)
-def test_three_steps(num_ranks, cells):
-    for losses in run_ranks(each_in_turn, num_ranks, train, cells)[0]:
-        assert len(set(losses)) == 3
-
 
 def published_loss(mode):
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]} if mode else {}}, verbose=False)
@@ -117,11 +38,6 @@ def test_the_published_vocabulary(mode):
     expected = whole_published_loss()
     for loss in run_ranks(published_loss, MODES[mode]["size"], mode):
         assert loss == pytest.approx(expected, rel=1e-6)
-
-
-@pytest.mark.long  # as layers of colossalai.nn in tests/parity/test_tensor_parallel.py
-def test_three_steps_under_fully_sharded_data_parallelism():
-    run_ranks(train, 4, "gpt", "1d", 2, 1, UNEVEN, 1, {"zero": {"stage": 3}})
 
 
 def losses_in(precision, name, mode):

@@ -1,11 +1,14 @@
 """The parity table: runs under parallel methods, alone and beside each other, that equal one process.
 
-Rows by section; a row outside of `further` and `in_soak` belongs to `make test`. Each possible pair of methods
-is run besides (test_pairs.py).
+Rows by section; a row outside of `further` and `in_soak` belongs to `make test`. Each possible pair of
+methods is run besides (test_pairs.py).
 """
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
+
+import torch
 
 from colossalai.booster.plugin import (
     HybridParallelPlugin,
@@ -13,8 +16,21 @@ from colossalai.booster.plugin import (
     TorchDDPPlugin,
     TorchFSDPPlugin,
 )
-from tests.parity.tasks import DEEP_NET, NET, layer_net, masked_zoo, zoo
+from colossalai.context import ParallelMode, get_current_mode
+from tests.parity.tasks import (
+    DEEP_NET,
+    NET,
+    RING,
+    UNEVEN_VOCAB,
+    fused,
+    fused_gpt,
+    language,
+    layer_net,
+    masked_zoo,
+    zoo,
+)
 from tests.parity.training import Run
+from tests.shardformer.models import gpt2_of_four_blocks
 from tests.tiers import further, in_soak
 
 MODES: dict[str, dict[str, Any]] = {
@@ -108,12 +124,15 @@ TENSOR = [
 ]
 
 
+NUM_MICROBATCHES = 4
+
+
 def stages(
     size: int,
     schedule: str = "1f1b",
     *,
     partition: str = "balanced",
-    num_microbatches: int = 4,
+    num_microbatches: int = NUM_MICROBATCHES,
     zero: int = 0,
     **parallel: Any,
 ) -> dict[str, Any]:
@@ -154,6 +173,12 @@ def hybrid(name: str, mode: str | None, schedule: str, size: int, data: int) -> 
     )
 
 
+def of_transformers(schedule: str, *, lazily: bool) -> Run:
+    """Return a run of a GPT-2 of transformers, with tied embedding and head, in a pipeline."""
+    task = language(gpt2_of_four_blocks, lazily=lazily)
+    return Run(task=task, num_ranks=2, config=stages(2, schedule), max_norm=0.5)
+
+
 PIPELINE = [
     in_stages(2, "gpipe", 1, 0.1),
     in_stages(2, "interleaved", 1, 0.1),
@@ -178,12 +203,28 @@ PIPELINE = [
     in_soak(hybrid("gpt", "2d", "1f1b", 2, 1)),
     further(hybrid("gpt", "2d", "zb-v", 2, 1)),
     further(hybrid("vit", "1d", "1f1b", 2, 2)),
+    # A stage keeps the states of its parameters that are there before the first step.
+    Run(
+        task=replace(DEEP_NET, optimizer=partial(torch.optim.Adagrad, lr=0.05)),
+        num_ranks=2,
+        plugin=partial(HybridParallelPlugin, pp_size=2, num_microbatches=4),
+    ),
+    # Models that were never written for a pipeline.
+    of_transformers("1f1b", lazily=True),
+    further(of_transformers("zb-v", lazily=False)),
 ]
+
+
+REPLICAS: dict[str, tuple[dict[str, Any], Any]] = {
+    "ddp": ({}, TorchDDPPlugin),
+    "fsdp": (ZERO_3, TorchFSDPPlugin),
+}
+"""The config, and the plugin."""
 
 
 def replicas(num_ranks: int, accumulation: int, max_norm: float | None, method: str) -> Run:
     """Return a run of replicas, whole or in slices, by both doors."""
-    plugin, config = {"ddp": (TorchDDPPlugin, {}), "fsdp": (TorchFSDPPlugin, ZERO_3)}[method]
+    config, plugin = REPLICAS[method]
     return Run(
         task=NET,
         num_ranks=num_ranks,
@@ -221,7 +262,6 @@ def zero_and_tensor(mode: str, stage: int, num_stages: int) -> Run:
     )
 
 
-METHODS = ("ddp", "fsdp")
 ZERO = [
     *(zero(num_ranks, stage, 4, 0.1) for num_ranks, stage in ((2, 1), (4, 2))),
     *(further(zero(num_ranks, stage, 1, None)) for num_ranks in (2, 4) for stage in (1, 2)),
@@ -236,15 +276,12 @@ ZERO = [
     further(Run(task=DEEP_NET, num_ranks=4, config=stages(2, zero=1), max_norm=0.1)),
     further(Run(task=DEEP_NET, num_ranks=4, config=stages(2, "zb-v", zero=1), max_norm=0.1)),
     by_hybrid("1f1b", zero_stage=1, num_microbatches=2),
-    *(
-        replicas(2, accumulation, norm, kind)
-        for accumulation, norm in ((1, None), (4, 0.5))
-        for kind in METHODS
-    ),
+    *(replicas(2, 1, None, method) for method in REPLICAS),
+    *(replicas(2, 4, 0.5, method) for method in REPLICAS),
     *(
         further(replicas(num_ranks, accumulation, max_norm, method))
         for num_ranks, accumulation, max_norm in ((4, 2, None), (2, 2, None), (2, 1, 0.5), (4, 4, 0.5))
-        for method in METHODS
+        for method in REPLICAS
     ),
     zero_and_tensor("1d", 2, 1),
     further(zero_and_tensor("1d", 1, 2)),
@@ -254,3 +291,194 @@ ZERO = [
     further(zero_and_tensor("2.5d", 1, 1)),
     further(zero_and_tensor("3d", 2, 1)),
 ]
+
+
+HANDLERS = {"gradient_handler": [{"type": "SequenceParallelGradientHandler"}]}
+
+
+def _draws_by_rank(model: Any) -> None:
+    """Ranks hold different tokens: dropout draws masks of its own on each of them."""
+    assert get_current_mode() == ParallelMode.TENSOR
+
+
+def in_sequence_mode(
+    name: str, method: str, size: int, data: int, accumulation: int = 1, max_norm: float | None = None
+) -> Run:
+    """Return a run in the tensor mode "sequence", by both doors where the method has a plugin.
+
+    Args:
+        name: A transformer of the zoo, or "ring" for a model that calls the attention itself.
+        method: How replicas are kept equal: "ddp", "fsdp" or "handler".
+        size: How many ranks share a sequence.
+        data: How many replicas there are.
+        accumulation: See `Run`.
+        max_norm: See `Run`.
+    """
+    more, plugin = {
+        "ddp": ({}, TorchDDPPlugin),
+        "fsdp": (ZERO_3, TorchFSDPPlugin),
+        "handler": (HANDLERS, None),
+    }[method]
+    return Run(
+        task=RING if name == "ring" else masked_zoo(name),
+        num_ranks=size * data,
+        check=_draws_by_rank,
+        config={"parallel": {"tensor": {"size": size, "mode": "sequence"}}, **more},
+        plugin=plugin,
+        accumulation=accumulation,
+        max_norm=max_norm,
+    )
+
+
+def shared(
+    attention: str,
+    num_ranks: int,
+    *,
+    name: str = "gpt",
+    size: int = 2,
+    mode: str | None = None,
+    num_stages: int = 1,
+    zero: int = 0,
+    has_handler: bool = False,
+    by_plugin: bool = False,
+) -> Run:
+    """Return a run in which ranks share sequences along an axis of their own; what is left holds replicas."""
+    if by_plugin:
+        options: dict[str, Any] = {"sp_size": size, "sequence_attention": attention, "tp_size": size_of(mode)}
+        options |= {"pp_size": num_stages, "zero_stage": zero, "max_norm": 0.3}
+        options |= {"num_microbatches": 2} if num_stages > 1 else {}
+        how: dict[str, Any] = {"plugin": partial(HybridParallelPlugin, **options)}
+    else:
+        parallel = {"sequence": {"size": size, "attention": attention}}
+        parallel |= {"tensor": MODES[mode]} if mode else {}
+        config: dict[str, Any] = {"parallel": parallel}
+        if num_stages > 1:
+            config = stages(num_stages, partition="uniform", num_microbatches=2, **parallel)
+        config |= {"zero": {"stage": zero}} if zero else {}
+        how = {"config": config | (HANDLERS if has_handler else {})}
+    return Run(task=masked_zoo(name), num_ranks=num_ranks, max_norm=0.3, **how)
+
+
+def beside_one_other(attention: str) -> list[Run]:
+    """Return runs on four ranks of which each has a method or a door of its own."""
+    return [
+        shared(attention, 4, mode="1d", name="bert", by_plugin=True),
+        shared(attention, 4, zero=2),
+        shared(attention, 4, has_handler=True, mode="1d"),
+        shared(attention, 4, num_stages=2),
+    ]
+
+
+def further_beside_one_other(attention: str) -> list[Run]:
+    """Return others on four ranks."""
+    return [
+        shared(attention, 4),  # and two replicas
+        shared(attention, 4, zero=1, by_plugin=True),
+        shared(attention, 4, mode="1d"),
+        shared(attention, 4, zero=1, mode="1d"),
+    ]
+
+
+def beside_several_others(attention: str) -> list[Run]:
+    """Return runs on eight ranks."""
+    return [
+        shared(attention, 8, mode="2d"),
+        shared(attention, 8, mode="2.5d-1", name="bert"),
+        shared(attention, 8, mode="1d", zero=2),
+        shared(attention, 8, mode="1d", zero=3),
+        shared(attention, 8, mode="1d", zero=3, by_plugin=True),
+        shared(attention, 8, mode="1d", num_stages=2, zero=1, by_plugin=True),
+        shared(attention, 8, mode="1d", num_stages=2, name="bert"),
+    ]
+
+
+def sequences_in_stages(num_ranks: int, *, by_plugin: bool) -> Run:
+    """Return a run of cut sequences, in the mode "sequence", in a pipeline of two stages."""
+    if by_plugin:
+        options = {"tp_size": 2, "pp_size": 2, "sequence_parallel": True, "num_microbatches": 2}
+        how: dict[str, Any] = {"plugin": partial(HybridParallelPlugin, max_norm=0.3, **options)}
+    else:
+        tensor = {"size": 2, "mode": "sequence"}
+        how = {"config": stages(2, partition="uniform", num_microbatches=2, tensor=tensor)}
+    return Run(task=masked_zoo("gpt", 8), num_ranks=num_ranks, max_norm=0.3, **how)
+
+
+def ring_and_zero(stage: int, size: int) -> Run:
+    """Return a run in which slices run along the ranks that share a sequence, too: they hold the same."""
+    config = {"parallel": {"tensor": {"size": size, "mode": "sequence"}}, "zero": {"stage": stage}}
+    return Run(task=RING, num_ranks=4, config=config, max_norm=0.3)
+
+
+SEQUENCE = [
+    in_sequence_mode("bert", "ddp", 2, 1),
+    in_sequence_mode("bert", "handler", 2, 2, max_norm=0.3),
+    further(in_sequence_mode("gpt", "ddp", 4, 1)),
+    further(in_sequence_mode("gpt", "ddp", 2, 2, 2, 0.3)),
+    further(in_sequence_mode("gpt", "ddp", 2, 1)),
+    further(in_sequence_mode("bert", "ddp", 4, 1)),
+    further(in_sequence_mode("gpt", "ddp", 2, 2, max_norm=0.3)),
+    further(in_sequence_mode("bert", "ddp", 2, 2, max_norm=0.3)),
+    further(in_sequence_mode("gpt", "fsdp", 2, 2, max_norm=0.3)),
+    *(
+        further(in_sequence_mode("ring", method, size, data, 1, max_norm))
+        for method in ("ddp", "handler", "fsdp")
+        for size, data, max_norm in ((2, 1, None), (2, 2, 0.3), (4, 1, None))
+    ),
+    ring_and_zero(1, 2),
+    further(ring_and_zero(2, 4)),
+    sequences_in_stages(4, by_plugin=True),
+    further(sequences_in_stages(8, by_plugin=False)),
+    # Along an axis of their own.
+    shared("ulysses", 2),
+    shared("ring", 2),
+    further(shared("ulysses", 2, name="bert")),
+    *beside_one_other("ulysses"),
+    *map(further, beside_one_other("ring")),
+    *map(further, further_beside_one_other("ulysses")),
+    *map(further, further_beside_one_other("ring")),
+    *(further(shared("ulysses", 4, size=4, name=name)) for name in ("gpt", "bert")),
+    *map(further, beside_several_others("ring")[::2]),
+    *map(further, beside_several_others("ulysses")[1::2]),
+    *map(in_soak, beside_several_others("ring")[1::2]),
+    *map(in_soak, beside_several_others("ulysses")[::2]),
+]
+
+
+def in_chunks(num_ranks: int, **config: Any) -> Run:
+    """Return a run of a language model whose loss is in chunks; each pair in float32: in test_pairs.py."""
+    config = {"fused_loss": True, **config}
+    task = fused(fused_gpt, UNEVEN_VOCAB, is_rebuilt=True)
+    return Run(task=task, num_ranks=num_ranks, config=config, max_norm=0.5)
+
+
+TENSOR_1D = {"tensor": MODES["1d"]}
+FUSED_LOSS = [
+    in_chunks(2, parallel=TENSOR_1D, recompute=True),
+    in_chunks(2, **stages(2)),
+    further(in_chunks(2, gradient_accumulation=2)),
+    *(further(in_chunks(2, zero={"stage": stage})) for stage in (1, 2, 3)),
+    further(in_chunks(2, parallel={"sequence": {"size": 2}})),
+    further(in_chunks(2, **stages(2, "zb-h1"))),
+    further(in_chunks(4, **stages(2, **TENSOR_1D))),
+    further(in_chunks(4, parallel=TENSOR_1D, zero={"stage": 3})),
+]
+
+SGD = partial(torch.optim.SGD, lr=0.5)
+CLIPPED_ELEMENTS = [
+    Run(
+        task=replace(layer_net(tied=False, cuts_vocabulary=True), optimizer=SGD),
+        num_ranks=2,
+        config={"parallel": TENSOR_1D},
+        clip_value=0.01,
+    ),
+    Run(task=replace(DEEP_NET, optimizer=SGD), num_ranks=2, config=stages(2), clip_value=0.05),
+]
+
+SECTIONS = {
+    "tensor": TENSOR,
+    "pipeline": PIPELINE,
+    "zero": ZERO,
+    "sequence": SEQUENCE,
+    "fused loss": FUSED_LOSS,
+    "clipped elements": CLIPPED_ELEMENTS,
+}

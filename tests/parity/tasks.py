@@ -9,11 +9,16 @@ import torch
 from torch import Tensor, nn
 
 import colossalai.nn as col_nn
+from colossalai.context import ParallelMode
 from colossalai.core import global_context as gpc
+from colossalai.lazy import LazyInitContext
+from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.nn.layer import restart
+from colossalai.nn.layer.sequence_parallel import ring_attention, zigzag_positions
 from colossalai.tensor import spec_of
 from tests.model_zoo import tiny
 from tests.parity.training import Batch, Task
+from tests.shardformer import models
 
 WIDTH, NUM_FEATURES = 7, 5
 
@@ -229,3 +234,148 @@ def tokens(vocab: int, num_samples: int, length: int, seed: int = 1) -> list[Bat
         tuple(torch.randint(vocab, (num_samples, length), generator=generator) for _ in range(2))
         for _ in range(3)
     ]
+
+
+NUM_IDS, NUM_HEADS = 5, 2
+
+
+class RingBlock(nn.Module):
+    """A causal pre-norm block; whole attention until it is given a ring."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+        self.qkv = nn.Linear(12, 3 * 12)
+        self.out = nn.Linear(12, 12)
+        self.mlp = nn.Sequential(nn.LayerNorm(12), nn.Linear(12, 24), nn.GELU(), nn.Linear(24, 12))
+        self.ring: Any = None
+        self.dropout = 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.qkv(self.norm(x)).unflatten(-1, (3, NUM_HEADS, -1)).permute(2, 0, 3, 1, 4)
+        if self.ring is None:
+            mixed = nn.functional.scaled_dot_product_attention(*heads, is_causal=True)
+        else:
+            mixed = ring_attention(*heads, axis=self.ring, causal=True, dropout_p=self.dropout)
+        x = x + self.out(mixed.transpose(1, 2).flatten(2))
+        return x + self.mlp(x)
+
+
+class RingNet(nn.Module):
+    """Such blocks behind ids and their positions, as a user writes them who calls the attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(NUM_IDS, 12), nn.Embedding(SEQ, 12)
+        self.blocks = nn.ModuleList(RingBlock() for _ in range(2))
+        self.head = nn.Linear(12, NUM_IDS)
+
+    def forward(self, ids: Tensor, at: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(at)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def with_ring(model: nn.Module, dropout: float = 0.0) -> nn.Module:
+    """Give the blocks of a net the ranks that share its sequences, in the mode "sequence"."""
+    for block in model.blocks:
+        block.ring, block.dropout = gpc.axis(ParallelMode.SEQUENCE), dropout
+    return model
+
+
+def own_positions_of(batch: Batch) -> Batch:
+    """Return the ids of this rank, their positions and their labels."""
+    at = zigzag_positions(SEQ, gpc.axis(ParallelMode.SEQUENCE))
+    return batch[0][:, at], at, batch[1][:, at]
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the mean over all tokens."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def _token_loss() -> Callable[..., Tensor]:
+    return token_loss
+
+
+def _whole_token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return token_loss(model(batch[0], torch.arange(SEQ)), batch[1])
+
+
+RING = Task(
+    build=RingNet,
+    place=with_ring,
+    batches=partial(tokens, NUM_IDS, 4, SEQ, 2),
+    cut=own_positions_of,
+    criterion=_token_loss,
+    loss=_whole_token_loss,
+    optimizer=partial(torch.optim.AdamW, lr=0.01),
+)
+
+
+def language(build: Callable[[], nn.Module], *, lazily: bool = False, **changes: Any) -> Task:
+    """Return the task of a language model of transformers.
+
+    Args:
+        build: Returns the model.
+        lazily: Whether the model of the ranks is built lazily.
+        changes: Other fields of the task.
+    """
+    options: dict[str, Any] = {
+        "batches": partial(_shifted_ids, models.VOCAB, 8, 6),
+        "criterion": _language_loss,
+        "optimizer": partial(torch.optim.AdamW, lr=0.01),
+        "place": partial(_build_lazily, build) if lazily else None,
+        "context": models.InDouble,
+    }
+    return Task(build=build, **{**options, **changes})
+
+
+def _language_loss() -> Callable[..., Tensor]:
+    return models.language_loss
+
+
+def _shifted_ids(vocab: int, num_samples: int, length: int) -> list[Batch]:
+    ids = torch.randint(vocab, (3, num_samples, length), generator=torch.Generator().manual_seed(1))
+    return [(part, part.roll(-1, dims=1)) for part in ids]
+
+
+def _build_lazily(build: Callable[[], nn.Module], twin: nn.Module) -> nn.Module:
+    with LazyInitContext():
+        return build()
+
+
+def fused(build: Callable[[], nn.Module], vocab: int, *, is_rebuilt: bool = False) -> Task:
+    """Return the task of a language model that computes its loss itself, in chunks; the twin's is whole."""
+    return Task(
+        build=build,
+        place=rebuilt(build) if is_rebuilt else None,
+        batches=partial(_ids_with_ignored_labels, vocab),
+        criterion=None,
+        loss=_loss_of_next_tokens,
+        optimizer=partial(torch.optim.AdamW, lr=0.01),
+    )
+
+
+def _ids_with_ignored_labels(vocab: int) -> list[Batch]:
+    ids = torch.randint(vocab, (3, 16, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :, 2] = -100  # as many on each rank and in each microbatch
+    return [*zip(ids, labels, strict=True)]
+
+
+def _loss_of_next_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(batch[0])
+    logits = getattr(logits, "logits", logits)
+    return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), batch[1][:, 1:].flatten())
+
+
+UNEVEN_VOCAB = 21
+
+
+def fused_gpt() -> nn.Module:
+    """Return a GPT whose vocabulary is cut where there are tensor-parallel ranks, which do not divide it."""
+    sizes = {"vocab_size": UNEVEN_VOCAB, "max_position_embeddings": 8, "hidden_size": 8}
+    options = {"num_attention_heads": 2, "num_layers": 2, "init_std": 0.3, "vocab_parallel_limit": 8}
+    return GPT(GPTConfig(**tiny.NO_DROPOUT, **sizes, **options))

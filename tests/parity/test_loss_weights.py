@@ -22,8 +22,8 @@ from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPTLMLoss
 from colossalai.testing import full_parameters
 from tests.model_zoo.tiny import VOCAB, build
-from tests.parity.subjects.doors import Block
-from tests.parity.subjects.tensor import whole
+from tests.parity.tasks import Block
+from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
 

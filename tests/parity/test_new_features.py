@@ -4,7 +4,7 @@ No file of the package changes for one of them: docs/design/README.md has the ro
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 from unittest.mock import MagicMock
@@ -13,9 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import colossalai
 from colossalai.amp import FullPrecision
-from colossalai.booster import Booster
 from colossalai.booster.plugin import DataMethodPlugin
 from colossalai.communication import all_gather, all_reduce, gather_forward_scatter_backward, ledger
 from colossalai.context import Axis, _layout
@@ -33,14 +31,15 @@ from colossalai.nn.parallel import (
 )
 from colossalai.shardformer import Rule, register_rule
 from colossalai.tensor import gradient_sync
-from colossalai.testing import ParityCase, Subject, check_parity
-from tests.parity.subjects import pipeline, zero
-from tests.parity.test_sequence_axis import Case, train
+from tests.parity.table import MODES, shared, stages
+from tests.parity.tasks import vectors
+from tests.parity.training import Run, Task, train
 from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
 WIDTH = 6
+ADAMW = partial(torch.optim.AdamW, lr=0.02)
 
 
 @dataclass(frozen=True)
@@ -121,50 +120,13 @@ class Net(nn.Module):
         return self.head(self.blocks(self.embed(x)))
 
 
-def case_of(build: Callable[[], nn.Module], loss: Callable[..., Tensor]) -> ParityCase:
-    generator = torch.Generator().manual_seed(3)
-    return ParityCase(
-        build_model=build,
-        build_optimizer=partial(torch.optim.AdamW, lr=0.02),
-        compute_loss=loss,
-        batches=[
-            (torch.randn(8, 5, generator=generator), torch.randint(3, (8,), generator=generator))
-            for _ in range(3)
-        ],
-    )
-
-
-def task_loss(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
-
-
-def train_by_engine(config: dict[str, Any], case: ParityCase, criterion: nn.Module) -> None:
-    colossalai.launch_from_torch({"NUM_MICRO_BATCHES": 2, **config}, verbose=False)
-    subjects = zero if "zero" in config else pipeline
-    check_parity(
-        case, partial(subjects.through_engine, case, criterion=criterion), **pipeline.slice_of_batch()
-    )
+def task_of(**changes: Any) -> Task:
+    return replace(Task(build=Net, batches=partial(vectors, 8, 3), optimizer=ADAMW), **changes)
 
 
 def with_a_data_method() -> int:
-    colossalai.launch_from_torch({}, verbose=False)
-    case = case_of(Net, task_loss)
-
-    def apply(model: nn.Module) -> Subject:
-        booster = Booster(plugin=DataMethodPlugin(OneByOne()))
-        boosted, optimizer, *_ = booster.boost(model, case.build_optimizer(model.parameters()))
-
-        def step(batch: tuple[Tensor, ...]) -> Tensor:
-            optimizer.zero_grad()
-            loss = task_loss(boosted, batch)
-            booster.backward(loss, optimizer)
-            optimizer.step()
-            return loss.detach()
-
-        return pipeline.subject_of(boosted, optimizer, step)
-
     with ledger() as book:
-        check_parity(case, apply)
+        train(Run(task=task_of(), num_ranks=2, plugin=partial(DataMethodPlugin, OneByOne())))
     return book.count("all_reduce")
 
 
@@ -181,21 +143,16 @@ def test_a_plugin_of_a_data_method() -> None:
         DataMethodPlugin("ddp")  # type: ignore[arg-type]
 
 
-def with_a_family() -> tuple[int, ...]:
+def with_a_family() -> None:
+    def check(model: nn.Module) -> None:
+        assert model.get_parameter("module.blocks.0.wide.weight").shape == (2 * WIDTH, WIDTH)
+
     register_rule(Family, FAMILY)
-    built = []
-
-    def build() -> nn.Module:
-        built.append(Net())
-        return built[-1]
-
-    case = case_of(build, task_loss)
-    train_by_engine({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, case, nn.CrossEntropyLoss())
-    return tuple(built[0].blocks[0].wide.weight.shape)
+    train(Run(task=task_of(), num_ranks=2, config={"parallel": {"tensor": MODES["1d"]}}, check=check))
 
 
 def test_a_family() -> None:
-    assert run_each(2, with_a_family, [()]) == [[(2 * WIDTH, WIDTH)] * 2]
+    run_each(2, with_a_family, [()])
 
 
 def gathered_attention(
@@ -237,7 +194,7 @@ def with_an_attention(name: str, door: str) -> int:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(ATTENTIONS, "gathered", attention)  # type: ignore[arg-type]
         patch.setattr(_layout, "SEQUENCE_ATTENTIONS", (*ATTENTIONS,))
-        train(Case(attention="gathered", name=name, door=door))
+        train(shared("gathered", 2, name=name, by_plugin=door == "booster"))
     return attend.call_count
 
 
@@ -253,7 +210,7 @@ def with_side_losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
         block.side.register_forward_hook(lambda part, args, x: found.append(x.square().mean()))
         for block in model.blocks
     ]
-    loss = task_loss(model, batch)
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
     for handle in handles:
         handle.remove()
     assert len(found) == 2
@@ -265,20 +222,22 @@ def with_side_losses(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
 def with_a_side_loss(config: dict[str, Any], is_loaded: bool) -> None:
     """Train with a side loss; of a model that was loaded no constructor has run in this process."""
 
-    def build() -> nn.Module:
-        model = Net(with_loss=True)
+    def place(model: nn.Module) -> nn.Module:
         if is_loaded:
             patch.setattr(process, "experts", ExpertForwards())
         return model
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "experts", ExpertForwards())
-        train_by_engine(config, case_of(build, with_side_losses), MoeLoss(0.5, nn.CrossEntropyLoss))
-
-
-PIPELINE = {"parallel": {"pipeline": {"size": 2, "partition": "balanced"}}}
+        task = task_of(
+            build=partial(Net, with_loss=True),
+            place=place,
+            criterion=partial(MoeLoss, 0.5, nn.CrossEntropyLoss),
+            loss=with_side_losses,
+        )
+        train(Run(task=task, num_ranks=2, config=config))
 
 
 def test_a_side_loss() -> None:
-    cells = [(config, is_loaded) for config in ({}, {"zero": {"stage": 2}}, PIPELINE) for is_loaded in (0, 1)]
-    run_each(2, with_a_side_loss, cells)
+    configs = ({}, {"zero": {"stage": 2}}, stages(2, num_microbatches=2))
+    run_each(2, with_a_side_loss, [(config, is_loaded) for config in configs for is_loaded in (False, True)])

@@ -1,4 +1,4 @@
-"""Models that were never written for a pipeline, and stages cut by the user's own hand."""
+"""Stages cut by the user's own hand, or by a call, with the schedule as an object."""
 
 from functools import partial
 
@@ -10,77 +10,15 @@ import colossalai
 from colossalai.builder import build_pipeline_model
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import InterleavedPipelineSchedule, PipelineSchedule
-from colossalai.lazy import LazyInitContext
 from colossalai.pipeline import PipelineSharedModuleWrapper
 from colossalai.testing import ParityCase, Subject, check_parity
-from tests.parity.subjects.pipeline import slice_of_batch, subject_of, through_engine
+from tests.parity.training import slice_of_batch, subject_of
 from tests.ranks import run_ranks
-from tests.tiers import further
 from tests.turns import each_in_turn
 
 pytestmark = pytest.mark.dist
 
 VOCAB = 24
-
-
-def gpt2() -> nn.Module:
-    """Return a GPT-2 of transformers, with tied embedding and head."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCAB,
-        n_positions=8,
-        n_embd=8,
-        n_layer=4,
-        n_head=2,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    return GPT2LMHeadModel(config)
-
-
-def language_loss(output: object, labels: Tensor) -> Tensor:
-    logits = output["logits"] if isinstance(output, dict) else output.logits
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
-
-
-def token_case(build_model, seed: int = 1) -> ParityCase:
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(VOCAB, (3, 8, 6), generator=generator)
-    return ParityCase(
-        build_model=build_model,
-        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
-        compute_loss=lambda model, batch: language_loss(model(batch[0]), batch[1]),
-        batches=[(part, part.roll(-1, dims=1)) for part in ids],
-        max_norm=0.5,
-    )
-
-
-def hugging_face(schedule: str, lazily: bool) -> None:
-    config = {
-        "parallel": {"pipeline": {"size": 2, "schedule": schedule, "partition": "balanced"}},
-        "NUM_MICRO_BATCHES": 4,
-        "clip_grad_norm": 0.5,
-    }
-    colossalai.launch_from_torch(config, verbose=False)
-    case = token_case(gpt2)
-
-    def apply(model: nn.Module) -> Subject:
-        if lazily:
-            torch.manual_seed(case.seed)
-            with LazyInitContext():
-                lazy = gpt2().double()
-            return through_engine(case, lazy, language_loss)
-        return through_engine(case, model, language_loss)
-
-    check_parity(case, apply, **slice_of_batch())
-    gpc.destroy()
-
-
-@pytest.mark.parametrize(("schedule", "lazily"), [("1f1b", True), further("zb-v", False)])
-def test_a_gpt2_of_transformers(schedule: str, lazily: bool) -> None:
-    run_ranks(hugging_face, 2, schedule, lazily)
 
 
 class Layers(nn.Sequential):
@@ -128,10 +66,9 @@ def sequential(num_chunks: int, uneven: int) -> None:
             engine.step()
             return loss
 
-        return subject_of(engine.model, engine.optimizer, step)
+        return subject_of(None, engine.model, engine.optimizer, step)
 
     check_parity(case, apply, **slice_of_batch())
-    gpc.destroy()
 
 
 def test_a_sequential_with_a_smaller_last_microbatch() -> None:
@@ -219,7 +156,6 @@ def hand_made() -> None:
         return Subject(step=step, gradients=lambda: named("grad"), parameters=lambda: named("data"))
 
     check_parity(case, apply, slice_index=0, num_slices=1)
-    gpc.destroy()
 
 
 def test_stages_made_by_hand_with_shared_weights_and_keyword_data() -> None:

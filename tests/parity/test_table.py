@@ -4,10 +4,9 @@ from typing import Any
 
 import pytest
 
-from tests.parity import table
+from tests.parity.table import SECTIONS
 from tests.parity.training import check_runs, grouped_runs
 
-SECTIONS = {"tensor": table.TENSOR, "pipeline": table.PIPELINE, "zero": table.ZERO}
 GROUPS = [
     pytest.param(*group.values, marks=group.marks, id=f"{name}: {group.id}")
     for name, rows in SECTIONS.items()

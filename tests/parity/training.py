@@ -1,13 +1,13 @@
 """A training run under parallel methods, by either door, compared with one process after every step.
 
-A row of the parity table (tests/parity/table.py, and rows of rooms that have details of their own) is a `Run`:
-a `Task`, which says what is trained, and how it is parallelized. Every equality of losses, gradients and
-parameters with one process is told by `train`.
+A row of the parity table (tests/parity/table.py, and rows of rooms that have details of their own) is a
+`Run`: a `Task`, which says what is trained, and how it is parallelized. `train` makes the run and tells every
+equality of losses, gradients and parameters with one process.
 """
 
 import copy
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,26 +23,31 @@ from colossalai.booster.plugin import Plugin
 from colossalai.core import global_context as gpc
 from colossalai.tensor import spec_of
 from colossalai.testing import ParityCase, Subject, check_parity
+from colossalai.utils import get_current_device
 from tests.ranks import run_ranks
 from tests.turns import each_in_turn, grouped
 
 Batch = tuple[Tensor, ...]
 SEED = 3
+ADAMW = partial(torch.optim.AdamW, lr=0.05)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """A model and what it is trained on.
 
+    Models are built with float64 as the default dtype, and trained with float32 as the default: what a method
+    makes without a dtype shows.
+
     Attributes:
         build: Returns the model of one process; it is called before anything is launched.
-        batches: Returns the global batches, one for each step. The last tensor of a batch has the labels, those
-            before are the inputs of the model.
-        criterion: Returns the loss function of an output and labels; it is called where the model runs. None if
-            the job has none.
+        batches: Returns the global batches, one for each step. The last tensor of a batch has the labels,
+            those before are the inputs of the model.
+        criterion: Returns the loss function of an output and labels; it is called where the model runs. None
+            if the job has none.
         optimizer: Makes the optimizer of parameters.
-        place: Returns the model of this rank, given that of one process; it is called in the launched job with
-            the random state in which `build` was called. Default: that model itself.
+        place: Returns the model of this rank, given that of one process; it is called in the launched job
+            with the random state in which `build` was called. Default: that model itself.
         loss: Loss of one process over a batch. Default: that of `criterion`.
         cut: Returns what this rank takes of the batch of its replica.
         context: Makes a context in which the run is made, but for one that recomputes.
@@ -52,7 +57,7 @@ class Task:
     build: Callable[[], nn.Module]
     batches: Callable[[], Sequence[Batch]]
     criterion: Callable[[], Any] | None = nn.CrossEntropyLoss
-    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = partial(torch.optim.AdamW, lr=0.05)
+    optimizer: Callable[[Iterable[nn.Parameter]], Optimizer] = ADAMW
     place: Callable[[Any], nn.Module] | None = None
     loss: Callable[[nn.Module, Batch], Tensor] | None = None
     cut: Callable[[Batch], Batch] | None = None
@@ -68,14 +73,15 @@ class Run:
         task: What is trained.
         num_ranks: How many ranks there are.
         config: That of the config door. None: there is only the plugin door.
-        plugin: Makes the plugin of the plugin door. With a config as well the run is made through both, in one
-            job, and the losses must be equal bit for bit.
+        plugin: Makes the plugin of the plugin door. With a config as well the run is made through both, in
+            one job, and the losses must be equal bit for bit.
         accumulation: How many microbatches an update has.
         max_norm: Maximum gradient norm. None: gradients are not clipped.
-        clip_value: Maximum of each element of the gradients, applied by a call before each update, for a twin
-            whose optimizer does the same.
+        clip_value: Maximum of each element of the gradients, by a call before each update. None: they are not
+            clipped.
         syncs_always: Whether each microbatch of an update synchronizes the gradients, at the plugin door.
         check: Called with the model once it is assembled, at each door.
+        backend: Of the communication. None: the launch chooses it.
     """
 
     task: Task
@@ -87,6 +93,7 @@ class Run:
     clip_value: float | None = None
     syncs_always: bool = False
     check: Callable[[Any], None] | None = None
+    backend: str | None = None
 
     @property
     def launched(self) -> dict[str, Any]:
@@ -106,17 +113,19 @@ def train(run: Run) -> list[float]:
     The twin is built before there is a mode of layers.
     """
     task = run.task
-    torch.set_default_dtype(torch.float64)
     torch.manual_seed(SEED)
-    plain = task.build()
+    with in_float64():
+        plain = task.build()
     criterion = None if task.criterion is None else task.criterion()
-    colossalai.launch_from_torch(run.launched, verbose=False)
+    backend = {} if run.backend is None else {"backend": run.backend}
+    colossalai.launch_from_torch(run.launched, verbose=False, **backend)
     case = ParityCase(
         build_model=partial(copy.deepcopy, plain),
-        build_optimizer=task.optimizer,
+        build_optimizer=partial(_optimizer_of_twin, run),
         compute_loss=task.loss or (lambda model, batch: criterion(model(*batch[:-1]), batch[-1])),
         batches=task.batches(),
         max_norm=run.max_norm,
+        device=get_current_device(),
         tolerance=task.tolerance,
     )
     recomputes = bool((run.config or {}).get("recompute"))
@@ -135,6 +144,22 @@ def train(run: Run) -> list[float]:
     return found[0]
 
 
+def _optimizer_of_twin(run: Run, params: Iterable[nn.Parameter]) -> Optimizer:
+    optimizer = run.task.optimizer(params)
+    if run.clip_value is not None:
+        optimizer.register_step_pre_hook(partial(_clip_elements, run.clip_value))
+    return optimizer
+
+
+def _clip_elements(bound: float, optimizer: Optimizer, *_: Any) -> None:
+    params = optimizer.param_groups[0]["params"]
+    grads = [param.grad for param in params if param.grad is not None]
+    share = torch.cat([(grad.abs() > bound).flatten() for grad in grads]).double().mean()
+    assert 0.05 < share < 0.95, f"the bound changes {share:.0%} of the elements"
+    for grad in grads:
+        grad.clamp_(-bound, bound)
+
+
 def through_engine(run: Run, twin: nn.Module) -> Subject:
     """The config door, in a job that was launched with the config of the run."""
     model, optimizer, criterion = _parts_of(run.task, twin)
@@ -142,7 +167,7 @@ def through_engine(run: Run, twin: nn.Module) -> Subject:
     has_schedule = criterion is None or "pipeline" in gpc.config.get("parallel", {})
 
     def step(batch: Batch) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=get_current_device())
         for inputs, labels in _microbatches(run.task, batch, engine.accumulation_steps):
             engine.zero_grad()
             if has_schedule:
@@ -171,7 +196,7 @@ def through_booster(run: Run, plugin: Plugin, twin: nn.Module) -> Subject:
     )
 
     def step(batch: Batch) -> Tensor:
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float64, device=get_current_device())
         optimizer.zero_grad()
         parts = _microbatches(run.task, batch, 1 if in_pipeline else run.accumulation)
         for number, (inputs, labels) in enumerate(parts, start=1):
@@ -196,9 +221,20 @@ def through_booster(run: Run, plugin: Plugin, twin: nn.Module) -> Subject:
 
 def _parts_of(task: Task, twin: nn.Module) -> tuple[nn.Module, Optimizer, Any]:
     torch.manual_seed(SEED)
-    model = twin if task.place is None else task.place(twin)
+    with in_float64():
+        model = twin if task.place is None else task.place(twin)
     criterion = None if task.criterion is None else task.criterion()
     return model, task.optimizer(model.parameters()), criterion
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """Make float64 the default dtype."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def _microbatches(task: Task, batch: Batch, num: int) -> list[tuple[Batch, Tensor]]:

@@ -19,7 +19,7 @@ from colossalai.tensor import spec_of
 from colossalai.testing import ParityCase, Subject, check_parity
 from colossalai.zero import ZeroReplicas
 from tests.parity.subjects.pipeline import slice_of_batch
-from tests.parity.subjects.tensor import whole
+from tests.parity.training import whole
 from tests.parity.subjects.zero import subject_of
 
 Criterion = Callable[[Any, Tensor], Tensor]

@@ -16,7 +16,7 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.shardformer import Rule, shard_model
 from colossalai.tensor import PaddedSpec, spec_of
-from tests.parity.subjects.tensor import whole
+from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import build_plain, images, train
 from tests.tiers import further

@@ -12,7 +12,7 @@ from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from colossalai.checkpoint_io import TrainingState, load_training_state, save_training_state
 from colossalai.core import global_context as gpc
 from tests.model_zoo.tiny import build, criterion_of, make_batch
-from tests.parity.subjects.tensor import whole
+from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.training import adamw

@@ -30,7 +30,7 @@ from tests.auto_parallel.plan.models import (
     resnet,
     slow_machine,
 )
-from tests.parity.subjects.tensor import whole
+from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import sgd
 from tests.tiers import further

@@ -31,7 +31,7 @@ from tests.auto_parallel.plan.models import (
     resnet,
     vit,
 )
-from tests.parity.subjects.tensor import whole
+from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
 

@@ -31,7 +31,7 @@ from colossalai.tensor import cut_dims, spec_of
 from colossalai.utils import load_checkpoint, save_checkpoint
 from colossalai.zero import declare_elementwise
 from tests.checkpoint_io.resharding.test_fsdp import FORMATS
-from tests.parity.test_tensor_parallel import TORCH, Model
+from tests.parity.tasks import TORCH, LayerNet
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -240,7 +240,7 @@ def pass_on(name: str, folder: Path) -> None:
     launch(name)
     for tied, vocab_parallel in KINDS:
         restart(gpc.tensor_mode)
-        model = Model(col_nn, tied=tied, vocab_parallel=vocab_parallel)
+        model = LayerNet(col_nn, tied=tied, cuts_vocabulary=vocab_parallel)
         optimizer = AdamW(model.parameters())
         load_checkpoint(folder / f"{tied}.pt", model, optimizer)
         if name != "plain":
@@ -256,7 +256,7 @@ def wholes(model: nn.Module) -> list[tuple[nn.Parameter, torch.Tensor]]:
 @pytest.mark.parametrize("name", [cell for cell in cells("1d") if cell.values != ("dp",)])
 def test_embeddings_norms_and_heads_pass_through_every_mode_unchanged(name: str, tmp_path: Path) -> None:
     for tied in (True, False):
-        model = Model(TORCH, tied=tied, vocab_parallel=False)
+        model = LayerNet(TORCH, tied=tied, cuts_vocabulary=False)
         optimizer = AdamW(model.parameters())
         model(torch.arange(6).view(2, 3)).square().sum().backward()
         optimizer.step()

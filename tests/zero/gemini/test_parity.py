@@ -17,7 +17,7 @@ from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.testing import ParityCase, Subject, check_parity
 from tests.parity.subjects import zero
 from tests.parity.subjects.doors import make_case
-from tests.parity.subjects.tensor import whole
+from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
 
