@@ -1,6 +1,6 @@
-"""Sequences that ranks share: what is sent, dropout, precisions, logits, and what is refused.
+"""Sequences that ranks share: dropout, precisions, logits, and what is refused.
 
-That they train as in one process is in table.py.
+That they train as in one process is in table.py, and what is sent in test_sent_bytes.py.
 """
 
 from collections.abc import Callable
@@ -15,17 +15,15 @@ from torch import nn
 import colossalai
 from colossalai.amp import AMP_TYPE
 from colossalai.booster.plugin import HybridParallelPlugin
-from colossalai.communication import Ledger, ledger
 from colossalai.core import global_context as gpc
 from colossalai.model_zoo import bert, gpt
 from colossalai.nn.layer.sequence_parallel import own_positions
 from tests.model_zoo.test_hugging_face import Recorded, hugging_face
-from tests.model_zoo.tiny import SHAPE, VOCAB, build, criterion_of
-from tests.parity.table import MODES, size_of
+from tests.model_zoo.tiny import VOCAB, build, criterion_of
+from tests.parity.table import MODES
 from tests.parity.tasks import RING, SEQ, RingNet, masked_batch, with_ring
 from tests.parity.training import Run, in_float64, through_engine
 from tests.ranks import run_ranks
-from tests.tiers import further
 from tests.turns import each_in_turn, run_each
 
 pytestmark = pytest.mark.dist
@@ -40,41 +38,6 @@ def parallel_of(attention: str, size: int, mode: str | None = None) -> dict[str,
         return {"parallel": {"tensor": {"size": size, "mode": "sequence"}}}
     sequence = {"size": size, "attention": attention}
     return {"parallel": {"sequence": sequence, **({"tensor": MODES[mode]} if mode else {})}}
-
-
-def sent_in_a_step(attention: str, size: int, mode: str | None) -> tuple[Ledger, Ledger]:
-    colossalai.launch_from_torch(parallel_of(attention, size, mode), verbose=False)
-    torch.manual_seed(3)
-    model, criterion = BUILD("gpt"), criterion_of("gpt")
-    ids, mask, labels = masked_batch("gpt", 0)
-    with ledger() as forward:
-        loss = criterion(model(ids, mask), labels)
-    with ledger() as backward:
-        loss.backward()
-    return forward, backward
-
-
-@pytest.mark.parametrize(("size", "mode"), [further(2, "1d"), (4, None)])
-def test_a_step_sends_what_the_page_says(size: int, mode: str | None) -> None:
-    """Of n bytes of keys of a layer on a rank; a padding mask has a byte for each position."""
-    tp = size_of(mode)
-    n = BATCH * SEQ // size * SHAPE["hidden_size"] // tp * 4
-    mask, layers = BATCH * SEQ // size, SHAPE["num_layers"]
-    attentions = ("ring", "ulysses")
-    cells = [(attention, size, mode) for attention in attentions]
-    for of_rank in run_ranks(each_in_turn, size * tp, sent_in_a_step, cells):
-        for attention, (forward, backward) in zip(attentions, of_rank, strict=True):
-            loss = 2 * (size - 1) / size * 4  # the sum of a number over the ranks
-            if attention == "ring":
-                sent = (size - 1) * (2 * n + mask), (size - 1) * (4 * n + mask)
-                counts = (size - 1) * 3, (size - 1) * 5
-            else:
-                sent = 4 * n * (size - 1) / size + (size - 1) * mask, 4 * n * (size - 1) / size
-                counts = 3, 2
-            assert forward.num_bytes(axis="sp") == layers * sent[0] + loss
-            assert backward.num_bytes(axis="sp") == layers * sent[1]
-            assert forward.count(axis="sp") == layers * counts[0] + 1
-            assert backward.count(axis="sp") == layers * counts[1]
 
 
 def dropped(attention: str, size: int, mode: str | None = None) -> tuple[float, list[float]]:
