@@ -5,15 +5,10 @@ import torch
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.tensor import cut_dims, spec_of
+from tests.parity.table import MODES
 from tests.ranks import run_ranks
 from tests.turns import in_turn
 
-MODES = {
-    "1d": {"size": 2, "mode": "1d"},
-    "2d": {"size": 4, "mode": "2d"},
-    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
-    "3d": {"size": 8, "mode": "3d"},
-}
 SUFFIXES = {"1d": "1D", "2d": "2D", "2.5d": "2p5D", "3d": "3D"}
 TOLERANCE = 1e-12  # float64, in which everything is computed
 
@@ -67,6 +62,36 @@ def same_start(layer, twin):
     for name, param in twin.named_parameters():
         own = layer.get_parameter(name)
         assert torch.equal(whole(own, own), param), name
+
+
+def compare(layer, twin, x_whole, *, y_cut, x_cut=None, feature_dim=-1):
+    """Return the distances of output and gradients from those of torch, by name, from the same start.
+
+    Args:
+        layer: The layer in a mode.
+        twin: The layers of torch, whose parameters have the same names.
+        x_whole: The input of all ranks.
+        y_cut: How the output is cut.
+        x_cut: How the input is cut. None: a layer of ids or images is given all of it, and cuts it itself.
+        feature_dim: The dimension of the features in the output.
+    """
+    same_start(layer, twin)
+    x, x_twin = x_whole, x_whole.clone()
+    if x_cut is not None:
+        x, x_twin = slice_like(x_whole, x_cut).requires_grad_(), x_twin.requires_grad_()
+    y, y_twin = layer(x), twin(x_twin)
+    dy = torch.randn(y_twin.shape, generator=torch.Generator().manual_seed(9))
+    y_twin.backward(dy)
+    y.backward(slice_like(dy, y_cut, feature_dim=feature_dim))
+    errors = {"y": distance(y, slice_like(y_twin, y_cut, feature_dim=feature_dim))}
+    if x_cut is not None:
+        errors["dx"] = distance(x.grad, slice_like(x_twin.grad, x_cut))
+    return errors | gradient_errors(layer, twin)
+
+
+def by_case(cases):
+    """Return the errors of several cases, by name of the error and of the case."""
+    return {f"{what} of {case}": error for case, errors in cases.items() for what, error in errors.items()}
 
 
 def assert_small(reports):

@@ -14,11 +14,10 @@ from tests.nn.modes import (
     MODES,
     SUFFIXES,
     assert_small,
-    distance,
-    gradient_errors,
+    by_case,
+    compare,
     launch,
     run_in_turn,
-    same_start,
     slice_like,
 )
 from tests.tiers import further
@@ -34,19 +33,8 @@ def untied(mode, kind, *, bias, in_panels):
     torch.manual_seed(5)
     restart(mode)
     layer = kind(FEATURES, CLASSES, bias=bias, in_panels=in_panels)
-    same_start(layer, twin)
-    x_whole, dy_whole = torch.randn(8, 3, FEATURES), torch.randn(8, 3, CLASSES)
-    x_twin = x_whole.clone().requires_grad_()
-    y_twin = twin(x_twin)
-    y_twin.backward(dy_whole)
-    x = slice_like(x_whole, layer.scheme.x).requires_grad_()
-    y = layer(x)
-    y.backward(slice_like(dy_whole, head_cut(mode)))
-    return {
-        "y": distance(y, slice_like(y_twin, head_cut(mode))),
-        "dx": distance(x.grad, slice_like(x_twin.grad, layer.scheme.x)),
-        **gradient_errors(layer, twin),
-    }
+    x = torch.randn(8, 3, FEATURES)
+    return compare(layer, twin, x, x_cut=layer.scheme.x, y_cut=head_cut(mode))
 
 
 def tied(mode, kind, embedding_kind, *, in_panels):
@@ -60,29 +48,19 @@ def tied(mode, kind, embedding_kind, *, in_panels):
     assert layer[1].weight is embedding.weight
     with torch.no_grad():
         layer[1].bias.copy_(spec_of(layer[1].bias).slice_of(twin[1].bias))
-    same_start(layer, twin)
-    ids, dy_whole = torch.randint(CLASSES, (8, 3)), torch.randn(8, 3, CLASSES)
-    y_twin = twin(ids)
-    y_twin.backward(dy_whole)
-    y = layer(ids)
-    y.backward(slice_like(dy_whole, head_cut(mode)))
-    return {"y": distance(y, slice_like(y_twin, head_cut(mode))), **gradient_errors(layer, twin)}
+    return compare(layer, twin, torch.randint(CLASSES, (8, 3)), y_cut=head_cut(mode))
 
 
 def all_cases(name):
     mode = launch(name)
-    errors = {}
+    cases = {}
     for prefix, in_panels in itertools.product(["", "VocabParallel"], [True, False]):
         kind = getattr(col_nn, f"{prefix}Classifier{SUFFIXES[mode]}")
         embedding = getattr(col_nn, f"{prefix}Embedding{SUFFIXES[mode]}")
-        found = {
-            "untied": untied(mode, kind, bias=True, in_panels=in_panels),
-            "untied without bias": untied(mode, kind, bias=False, in_panels=in_panels),
-            "tied": tied(mode, kind, embedding, in_panels=in_panels),
-        }
-        for case, case_errors in found.items():
-            errors |= {f"{what} ({prefix} {case}, {in_panels=})": e for what, e in case_errors.items()}
-    return errors
+        for bias in (True, False):
+            cases[f"{prefix} {in_panels=} {bias=}"] = untied(mode, kind, bias=bias, in_panels=in_panels)
+        cases[f"{prefix} {in_panels=} tied"] = tied(mode, kind, embedding, in_panels=in_panels)
+    return by_case(cases)
 
 
 def shapes(name):

@@ -12,12 +12,11 @@ from tests.nn.modes import (
     MODES,
     SUFFIXES,
     assert_small,
-    distance,
-    gradient_errors,
+    by_case,
+    compare,
     launch,
     run_in_turn,
     same_start,
-    slice_like,
     whole,
 )
 from tests.tiers import further
@@ -40,12 +39,7 @@ def tokens(mode, *, vocab_parallel, padding_idx):
             twin.weight[padding_idx] = 7.0
             layer.weight.copy_(spec_of(layer.weight).slice_of(twin.weight))
     ids = torch.cat([torch.randperm(VOCAB), torch.randint(VOCAB, (8,))]).view(8, 3)
-    dy = torch.randn(8, 3, FEATURES)
-    y_twin = twin(ids)
-    y_twin.backward(dy)
-    y = layer(ids)
-    y.backward(slice_like(dy, layer.cut))
-    return {"y": distance(y, slice_like(y_twin, layer.cut)), **gradient_errors(layer, twin)}
+    return compare(layer, twin, ids, y_cut=layer.cut)
 
 
 class TorchPatches(nn.Module):
@@ -73,28 +67,22 @@ def patches(mode, *, flatten):
     twin = TorchPatches(8, 4, 3, FEATURES, flatten=flatten)
     torch.manual_seed(4)
     layer = getattr(col_nn, f"PatchEmbedding{SUFFIXES[mode]}")(8, 4, 3, FEATURES, flatten=flatten)
-    same_start(layer, twin)
     images = torch.randn(8, 3, 8, 8)
-    y_twin = twin(images)
-    dy = torch.randn_like(y_twin)
-    y_twin.backward(dy)
-    y = layer(images)
-    feature_dim = -1 if flatten else 1
-    y.backward(slice_like(dy, layer.cut, feature_dim=feature_dim))
-    wanted = slice_like(y_twin, layer.cut, feature_dim=feature_dim)
-    return {"y": distance(y, wanted), **gradient_errors(layer, twin)}
+    return compare(layer, twin, images, y_cut=layer.cut, feature_dim=-1 if flatten else 1)
 
 
 def all_cases(name):
     mode = launch(name)
-    errors = {}
-    for vocab_parallel in (False, True):
-        for padding_idx in (None, 5, -1):
-            found = tokens(mode, vocab_parallel=vocab_parallel, padding_idx=padding_idx)
-            errors |= {f"{what} ({vocab_parallel=}, {padding_idx=})": e for what, e in found.items()}
-    for flatten in (True, False):
-        errors |= {f"{what} (patches, {flatten=})": e for what, e in patches(mode, flatten=flatten).items()}
-    return errors
+    cases = {
+        f"tokens, {vocab_parallel=}, {padding_idx=}": tokens(
+            mode, vocab_parallel=vocab_parallel, padding_idx=padding_idx
+        )
+        for vocab_parallel in (False, True)
+        for padding_idx in (None, 5, -1)
+    }
+    return by_case(
+        cases | {f"patches, {flatten=}": patches(mode, flatten=flatten) for flatten in (True, False)}
+    )
 
 
 def initializers(name):

@@ -7,39 +7,20 @@ import pytest
 import torch
 from torch import nn
 
-import colossalai
 from colossalai.communication import copy_forward_reduce_backward, ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import mark_cut, next_linear, restart
-from colossalai.tensor import cut_dims, spec_of
-from tests.nn.modes import run_in_turn
+from tests.nn.modes import MODES, assert_small, compare, launch, run_in_turn, slice_like
 from tests.tiers import further
 
 pytestmark = pytest.mark.dist
 
-MODES = {
-    "1d": {"size": 2, "mode": "1d"},
-    "1d-4": {"size": 4, "mode": "1d"},
-    "2d": {"size": 4, "mode": "2d"},
-    "2.5d": {"size": 8, "mode": "2.5d", "depth": 2},
-    "3d": {"size": 8, "mode": "3d"},
-}
 SHAPES = {  # weight 1, weight 2, input, after layer 1, after layer 2, as documented
     "1d": [(512, 256), (256, 512), (16, 256), (16, 512), (16, 256)],
     "2d": [(128, 512), (512, 128), (8, 128), (8, 512), (8, 128)],
     "2.5d": [(128, 512), (512, 128), (4, 128), (4, 512), (4, 128)],
     "3d": [(128, 256), (512, 64), (4, 128), (4, 512), (4, 128)],
 }
-
-
-def launch(name):
-    colossalai.launch_from_torch({"parallel": {"tensor": MODES[name]}}, verbose=False)
-    return gpc.tensor_mode
-
-
-def slice_like(tensor, cut):
-    dims = (cut.batch, *[()] * (tensor.dim() - 2), cut.features)
-    return cut_dims(tensor.shape, dims, gpc.mesh).cut(tensor)
 
 
 def shapes(name):
@@ -54,38 +35,15 @@ def shapes(name):
 def parity(name, *, num_layers, bias, in_panels):
     """Layers between a (batch, seq, features) input and a weighted sum, against torch.nn.Linear."""
     mode = launch(name)
-    torch.set_default_dtype(torch.float64)
-    sizes = [8, 16, 24, 8][: num_layers + 1]
+    sizes = list(itertools.pairwise([8, 16, 24, 8][: num_layers + 1]))
     torch.manual_seed(1)
-    twins = [nn.Linear(a, b, bias) for a, b in itertools.pairwise(sizes)]
-    x_whole, dy_whole = torch.randn(8, 3, 8), torch.randn(8, 3, sizes[-1])
+    twins = nn.Sequential(*(nn.Linear(a, b, bias) for a, b in sizes))
     torch.manual_seed(1)
     cut = restart(mode)
-    layers = [next_linear(a, b, bias, mode=mode) for a, b in itertools.pairwise(sizes)]
-    x_twin = x_whole.clone().requires_grad_()
-    y_twin = x_twin
-    for twin in twins:
-        y_twin = twin(y_twin)
-    y_twin.backward(dy_whole)
-    x = slice_like(x_whole, cut).requires_grad_()
-    y = x
+    layers = nn.Sequential(*(next_linear(a, b, bias, mode=mode) for a, b in sizes))
     for layer in layers:
         layer.in_panels = in_panels
-        y = layer(y)
-    last = layers[-1].scheme.y
-    y.backward(slice_like(dy_whole, last))
-    errors = [(y - slice_like(y_twin, last)).abs().max(), (x.grad - slice_like(x_twin.grad, cut)).abs().max()]
-    for layer, twin in zip(layers, twins, strict=True):
-        for param, whole in [(layer.weight, twin.weight), (layer.bias, twin.bias)]:
-            if param is None:
-                continue
-            stored = whole if param.dim() == 1 or layer.weight_is_transposed else whole.t()
-            grad = whole.grad if param.dim() == 1 or layer.weight_is_transposed else whole.grad.t()
-            spec = spec_of(param)
-            assert torch.equal(param, spec.cut(stored))  # the same start as one process
-            errors.append((param.grad - spec.cut(grad)).abs().max())
-            assert torch.equal(spec.gather(param.detach()), stored)
-    return torch.stack(errors).max().item()
+    return compare(layers, twins, torch.randn(8, 3, 8), x_cut=cut, y_cut=layers[-1].scheme.y)
 
 
 def bytes_sent(name):
@@ -135,8 +93,8 @@ def cases_of(name, *, all_of_them=False):
 @pytest.mark.parametrize("name", ["2d", "2.5d"])
 def test_with_and_without_panels(name):
     cases = list(cases_of(name, all_of_them=True))
-    for case, errors in zip(cases, run_in_turn(MODES[name]["size"], name, *cases), strict=True):
-        assert max(errors) < 1e-12, case
+    for errors in run_in_turn(MODES[name]["size"], name, *cases):
+        assert_small(errors)
 
 
 @pytest.mark.parametrize("name", ["1d", further("1d-4"), "2d", "2.5d", "3d"])
@@ -150,5 +108,5 @@ def test_bytes_shapes_values_and_gradients(name):
             assert sent == pytest.approx(formula)
     if name in SHAPES:
         assert set(map(tuple, by_function[1])) == {tuple(SHAPES[name])}
-    for case, errors in zip(cases, by_function[len(functions) :], strict=True):
-        assert max(errors) < 1e-12, case
+    for errors in by_function[len(functions) :]:
+        assert_small(errors)

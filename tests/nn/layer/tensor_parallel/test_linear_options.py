@@ -15,11 +15,11 @@ from tests.nn.modes import (
     MODES,
     SUFFIXES,
     assert_small,
+    by_case,
+    compare,
     distance,
-    gradient_errors,
     launch,
     run_in_turn,
-    same_start,
     slice_like,
 )
 from tests.ranks import run_ranks
@@ -36,19 +36,7 @@ def against_torch(build, x_cut, y_cut):
     twin = nn.Linear(*SIZES)
     torch.manual_seed(1)
     layer = build(*SIZES)
-    same_start(layer, twin)
-    x_whole, dy_whole = torch.randn(8, 3, SIZES[0]), torch.randn(8, 3, SIZES[1])
-    x_twin = x_whole.clone().requires_grad_()
-    y_twin = twin(x_twin)
-    y_twin.backward(dy_whole)
-    x = slice_like(x_whole, x_cut).requires_grad_()
-    y = layer(x)
-    y.backward(slice_like(dy_whole, y_cut))
-    return {
-        "y": distance(y, slice_like(y_twin, y_cut)),
-        "dx": distance(x.grad, slice_like(x_twin.grad, x_cut)),
-        **gradient_errors(layer, twin),
-    }
+    return compare(layer, twin, torch.randn(8, 3, SIZES[0]), x_cut=x_cut, y_cut=y_cut)
 
 
 def gathered(name):
@@ -74,7 +62,7 @@ def columns_and_rows():
             whole,
         ),
     }
-    return {f"{what} of {case}": e for case, row in cases.items() for what, e in against_torch(*row).items()}
+    return by_case({case: against_torch(*row) for case, row in cases.items()})
 
 
 def test_columns_and_rows_by_name():
@@ -101,27 +89,24 @@ def biases_apart(name):
     """`skip_bias_add` gives the output and the bias, which together are the layer."""
     mode = launch(name)
     kind = getattr(col_nn, f"Linear{SUFFIXES[mode]}")
-    errors = {}
+    cases = {}
     for gather in (False, True):
         cut = restart(mode)
         options = {"input_cut": cut, "gather_output": gather}
         left = kind(*SIZES, **options).output_cut
         build = partial(kind, **options, skip_bias_add=True)
-        found = against_torch(lambda *sizes, build=build: Apart(build(*sizes)), cut, left)
-        errors |= {f"{what} ({gather=})": error for what, error in found.items()}
+        cases[gather] = against_torch(lambda *sizes, build=build: Apart(build(*sizes)), cut, left)
     without = kind(*SIZES, bias=False, skip_bias_add=True, input_cut=cut)
     assert without(slice_like(torch.ones(8, SIZES[0]), cut))[1] is None
-    return errors
+    return by_case(cases)
 
 
 def in_chunks():
     """Parts of the output are summed while the next ones are computed: the same values, in more messages."""
     launch("1d")
-    errors = {}
-    for num_chunks in (3, 24):
-        build = partial(col_nn.Linear1D_Row, stream_chunk_num=num_chunks)
-        found = against_torch(build, Cut(features=("tp",)), Cut())
-        errors |= {f"{what} ({num_chunks=})": error for what, error in found.items()}
+    builds = {num_chunks: partial(col_nn.Linear1D_Row, stream_chunk_num=num_chunks) for num_chunks in (3, 24)}
+    cut = Cut(features=("tp",))
+    errors = by_case({num_chunks: against_torch(build, cut, Cut()) for num_chunks, build in builds.items()})
     layer = col_nn.Linear1D_Row(8, 24, stream_chunk_num=3)
     with ledger() as book, torch.no_grad():
         layer(torch.ones(2, 4))

@@ -12,8 +12,9 @@ from tests.nn.modes import (
     MODES,
     SUFFIXES,
     assert_small,
+    by_case,
+    compare,
     distance,
-    gradient_errors,
     launch,
     run_in_turn,
     same_start,
@@ -38,28 +39,19 @@ def against_torch(mode, *, bias, after_linear):
         for name, param in twin.named_parameters():
             own = layer.get_parameter(name)
             own.copy_(spec_of(own).slice_of(param.normal_()))
-    x_whole, dy_whole = torch.randn(8, 3, FEATURES) + 5.0, torch.randn(8, 3, FEATURES)
-    x_twin = x_whole.clone().requires_grad_()
-    y_twin = twin(x_twin)
-    y_twin.backward(dy_whole)
-    x = slice_like(x_whole, layer.cut).requires_grad_()
-    y = layer(x)
-    y.backward(slice_like(dy_whole, layer.cut))
-    return {
-        "y": distance(y, slice_like(y_twin, layer.cut)),
-        "dx": distance(x.grad, slice_like(x_twin.grad, layer.cut)),
-        **gradient_errors(layer, twin),
-    }
+    x = torch.randn(8, 3, FEATURES) + 5.0
+    return compare(layer, twin, x, x_cut=layer.cut, y_cut=layer.cut)
 
 
 def all_cases(name):
     mode = launch(name)
-    return {
-        f"{what} (bias={bias}, after_linear={after_linear})": error
-        for bias in (True, False)
-        for after_linear in (False, True)
-        for what, error in against_torch(mode, bias=bias, after_linear=after_linear).items()
-    }
+    return by_case(
+        {
+            f"{bias=}, {after_linear=}": against_torch(mode, bias=bias, after_linear=after_linear)
+            for bias in (True, False)
+            for after_linear in (False, True)
+        }
+    )
 
 
 def half_precision(name):
