@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from colossalai.booster import Booster
 from colossalai.chat import GRPO, PPO, RewardError, RolloutOptions, with_value_head
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
+from tests.chat.cells import assert_same, beside_one_process, without_times
 from tests.chat.test_grpo import SAMPLING, prompts
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
@@ -51,10 +51,7 @@ def fit(plan: str, method: str, *, lr: float = 0.5, ahead: int = 1, **course: An
         made = PPO(reward=odd, max_length=32, iterations=2, kl_coef=0.0)
         records = made.fit(model, optimizer, **common, rows_at_once=2).records
     gpc.destroy()
-    return [
-        {key: value for key, value in each.items() if not key.startswith(("seconds", "tokens_per"))}
-        for each in records
-    ]
+    return without_times(records)
 
 
 @pytest.mark.parametrize(
@@ -66,14 +63,13 @@ def fit(plan: str, method: str, *, lr: float = 0.5, ahead: int = 1, **course: An
     ],
 )
 def test_ranks_are_one_process(plan: str, method: str) -> None:
-    (expected,) = run_ranks(fit, 1, "ddp", method)
-    assert "logprob_gap" not in expected[0]
-    assert expected[1]["kl"] > 1e-9  # the model has made a step since
-    for found in run_ranks(fit, 4 if "," in plan else 2, plan, method):
-        for own, other in zip(found, expected, strict=True):
-            assert own.keys() == other.keys()
-            for key, value in own.items():
-                assert math.isclose(value, other[key], rel_tol=1e-10, abs_tol=1e-10), key
+    cells = [(plan, method)]
+    for cell, found, expected in beside_one_process(
+        fit, cells, 4 if "," in plan else 2, lambda plan, method: ("ddp", method)
+    ):
+        assert "logprob_gap" not in expected[0]
+        assert expected[1]["kl"] > 1e-9  # the model has made a step since
+        assert_same(found, expected, cell)
 
 
 def all_of(cells: list[dict[str, Any]]) -> list[Any]:

@@ -13,10 +13,11 @@ import torch
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.chat import GRPO, SFT, RewardError, chat_data
-from colossalai.chat.data import make_toy_data, make_toy_tokenizer
+from colossalai.chat import GRPO, RewardError, chat_data
+from colossalai.chat.data import make_toy_data
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
+from tests.chat.cells import assert_same, beside_one_process, sorting_model, without_times
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
 from tests.tiers import every_other, of_soak, pairwise
@@ -56,15 +57,7 @@ def train(plan: str, family: str, options: dict[str, Any]) -> list[dict[str, flo
         rows_at_once=3,
         **given,
     )
-    gpc.destroy()
-    return [
-        {key: value for key, value in each.items() if not key.startswith(("seconds", "tokens_per_second"))}
-        for each in result.records
-    ]
-
-
-def train_all(cells: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
-    return [train(*cell) for cell in cells]
+    return without_times(result.records)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -75,23 +68,15 @@ WAYS: list[dict[str, Any]] = [
 ]
 
 
+def alone(plan: str, family: str, way: dict[str, Any]) -> tuple[Any, ...]:
+    """How answers are divided into batches changes nothing."""
+    return "ddp", family, {key: value for key, value in way.items() if key != "tokens_at_once"}
+
+
 def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
-    # How answers are divided into batches changes nothing.
-    plain = [{key: value for key, value in way.items() if key != "tokens_at_once"} for _, _, way in cells]
-    of_one = [("ddp", family, way) for (_, family, _), way in zip(cells, plain, strict=True)]
-    expected = run_ranks(train_all, 1, of_one)[0]
-    for found in run_ranks(train_all, num_ranks, cells):
-        for cell, mine, theirs in zip(cells, found, expected, strict=True):
-            assert len(mine) == 4 * cell[2].get("iterations", 1)
-            for own, other in zip(mine, theirs, strict=True):
-                assert own.keys() == other.keys()
-                for key, value in own.items():
-                    close = {"rel_tol": 1e-10, "abs_tol": 1e-6 if key.startswith("logprob_gap") else 1e-10}
-                    assert math.isclose(value, other[key], **close), (
-                        f"{cell}: {key} is {value}, not {other[key]}"
-                    )
-                # Engine and trainer are one model, after each of its steps.
-                assert own.get("logprob_gap_largest", 0.0) < 1e-5
+    for cell, found, wanted in beside_one_process(train, cells, num_ranks, alone):
+        assert len(found) == 4 * cell[2].get("iterations", 1)
+        assert_same(found, wanted, cell)
 
 
 def test_on_two_ranks() -> None:
@@ -233,18 +218,8 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(plan: str, tmp_path: Pa
 
 def improve() -> tuple[float, float]:
     """Learn to sort a little from texts, then more from rewards; return the first and last rewards."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     colossalai.launch_from_torch({}, verbose=False)
-    torch.manual_seed(0)
-    made, booster = make_toy_tokenizer(), Booster()
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=len(made), bos_token_id=1, eos_token_id=2, **shape))
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    given: dict[str, Any] = {"booster": booster, "tokenizer": made}
-    texts = chat_data(make_toy_data("sort", 400, 0))
-    SFT(max_length=32).fit(model, optimizer, data=texts, epochs=8, batch_size=4, **given)
+    model, optimizer, given = sorting_model()
     for group in optimizer.param_groups:
         group["lr"] = 5e-4
     result = GRPO(reward=lambda prompt, answer, row: float(answer == row["answer"]), group_size=8).fit(

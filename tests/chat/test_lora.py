@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -31,6 +30,7 @@ from colossalai.chat import (
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
 from colossalai.shardformer import shard_model
+from tests.chat.cells import TOLERANCE, assert_same, beside_one_process, without_times
 from tests.chat.test_grpo import SAMPLING, digits, prompts
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
@@ -39,7 +39,6 @@ from tests.tiers import every_other, further, in_soak, pairwise
 pytest.importorskip("peft")
 
 NUM_ROWS, BATCH = 13, 4  # the last batch is ragged, and no number of ranks divides the rows
-TOLERANCE = 1e-10  # in float64
 TARGETS: Mapping[str, Any] = {
     "llama": ["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     "gpt2": ["c_attn", "c_proj", "c_fc"],
@@ -94,51 +93,33 @@ def train(name: str, plan: str, family: str, folder: str) -> dict[str, Any]:
     where = f"{folder}/{name}-{plan}-{family}-{gpc.mesh.world_size}"
     save_pretrained(model, where, tokenizer=tokenizer(), booster=booster)
     save_pretrained(model, f"{where}-merged", booster=booster, merges=True)
-    gpc.destroy()
-    drop = ("seconds", "tokens_per_second")
-    records = [{key: each[key] for key in each if not key.startswith(drop)} for each in result.records]
+    records = without_times(result.records)
     return {"records": records, "before": before, "base": base, "after": after, "where": where}
-
-
-def train_all(cells: list[tuple[str, str, str]], folder: str) -> list[dict[str, Any]]:
-    return [train(*cell, folder) for cell in cells]
 
 
 def check(cells: list[tuple[str, str, str]], num_ranks: int, folder: Path) -> None:
     """Compare all ranks, and the adapters that they saved, with one process."""
-    alone = list({(name, family): None for name, _, family in cells})
-    wanted_of = dict(
-        zip(
-            alone,
-            run_ranks(train_all, 1, [(name, "ddp", family) for name, family in alone], str(folder))[0],
-            strict=True,
-        )
-    )
-    for found in run_ranks(train_all, num_ranks, cells, str(folder)):
-        for (name, plan, family), each in zip(cells, found, strict=True):
-            wanted, what = wanted_of[name, family], f"{name} of {family} under {plan}"
-            assert len(each["records"]) == 4
-            for own, other in zip(
-                [*each["records"], each["base"], each["after"]],
-                [*wanted["records"], wanted["base"], wanted["after"]],
-                strict=True,
-            ):
-                assert own.keys() == other.keys()
-                for key, value in own.items():
-                    if key == "accuracy" and abs(other["margin"]) < TOLERANCE:
-                        continue  # the signs of rounding: the model is its reference yet
-                    assert math.isclose(value, other[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE), (
-                        f"{what}: {key} is {value}, not {other[key]}"
-                    )
-            # The base is frozen: with its adapters off the model is what it was, to the bit.
-            assert each["base"]["loss"] == each["before"]["loss"]
-            assert abs(each["after"]["loss"] - each["base"]["loss"]) > 1e-6
-            for kind in ("", "-merged"):
-                mine, theirs = [tensors_in(Path(each_one["where"] + kind)) for each_one in (each, wanted)]
-                tied = {"lm_head.weight"}  # stages have one each
-                assert mine.keys() - tied == theirs.keys() - tied, what
-                for key, tensor in theirs.items():
-                    torch.testing.assert_close(mine[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
+
+    def is_left_out(place: int, key: str, other: Any) -> bool:
+        # The signs of rounding: the model is its reference yet.
+        return key == "accuracy" and abs(other["margin"]) < TOLERANCE
+
+    of_folder = [(*cell, str(folder)) for cell in cells]
+    for cell, found, wanted in beside_one_process(
+        train, of_folder, num_ranks, lambda name, plan, family, folder: (name, "ddp", family, folder)
+    ):
+        assert len(found["records"]) == 4
+        mine, theirs = ([*each["records"], each["base"], each["after"]] for each in (found, wanted))
+        assert_same(mine, theirs, cell, is_left_out=is_left_out)
+        # The base is frozen: with its adapters off the model is what it was, to the bit.
+        assert found["base"]["loss"] == found["before"]["loss"]
+        assert abs(found["after"]["loss"] - found["base"]["loss"]) > 1e-6
+        for kind in ("", "-merged"):
+            own, others = [tensors_in(Path(each["where"] + kind)) for each in (found, wanted)]
+            tied = {"lm_head.weight"}  # stages have one each
+            assert own.keys() - tied == others.keys() - tied, cell
+            for key, tensor in others.items():
+                torch.testing.assert_close(own[key], tensor, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def tensors_in(folder: Path) -> dict[str, torch.Tensor]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
-import math
 import re
 from contextlib import redirect_stderr
 from io import StringIO
@@ -19,15 +18,16 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.chat import DPO, SFT, RewardModeling, chat_data
 from colossalai.core import global_context as gpc
+from tests.chat.cells import TOLERANCE, assert_same, beside_one_process, without_times
 from tests.chat.tiny import METHODS, PLUGINS, causal, model_for, rows_for, tokenizer
 from tests.ranks import run_ranks
 from tests.tiers import pairwise
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
 NUM_ROWS, BATCH = 13, 4  # the last batch is ragged, and no number of ranks divides the rows
 MAX_NORM = 0.5  # some steps have more, some less
-TOLERANCE = 1e-10  # in float64
 
 
 def train(name: str, plan: str, family: str) -> dict[str, Any]:
@@ -48,37 +48,24 @@ def train(name: str, plan: str, family: str) -> dict[str, Any]:
         model, optimizer, data=data, epochs=2, batch_size=size, accumulation=2, max_norm=MAX_NORM, **options
     )
     after = method.evaluate(model, data=held_out, batch_size=size, **options)
-    gpc.destroy()
-    records = [{key: value for key, value in each.items() if key != "seconds"} for each in result.records]
-    return {"records": records, "before": before, "after": after}
-
-
-def train_all(cells: list[tuple[str, str, str]]) -> list[dict[str, Any]]:
-    return [train(*cell) for cell in cells]
+    return {"records": without_times(result.records), "before": before, "after": after}
 
 
 def check(cells: list[tuple[str, str, str]], num_ranks: int) -> None:
     """Compare all ranks with one process."""
-    alone = {(name, family): None for name, _, family in cells}
-    expected = dict(
-        zip(alone, run_ranks(train_all, 1, [(name, "ddp", family) for name, family in alone])[0], strict=True)
-    )
-    for found in run_ranks(train_all, num_ranks, cells):
-        for (name, plan, family), each in zip(cells, found, strict=True):
-            wanted = expected[name, family]
-            assert len(each["records"]) == 4
-            mine = [*each["records"], each["before"], each["after"]]
-            theirs = [*wanted["records"], wanted["before"], wanted["after"]]
-            for place, (own, other) in enumerate(zip(mine, theirs, strict=True)):
-                assert own.keys() == other.keys()
-                for key, value in own.items():
-                    # The reference itself has margins of zero, up to the rounding of products of other sizes.
-                    if key == "accuracy" and name in ("dpo", "ipo") and place in (0, 4):
-                        continue
-                    assert math.isclose(value, other[key], rel_tol=TOLERANCE, abs_tol=TOLERANCE), (
-                        f"{name} of {family} under {plan}: {key} is {value}, not {other[key]}"
-                    )
-            assert each["records"][-1]["loss"] < 0.99 * each["records"][0]["loss"]
+
+    def is_left_out(place: int, key: str, other: Any) -> bool:
+        # The reference itself has margins of zero, up to the rounding of products of other sizes.
+        return key == "accuracy" and name in ("dpo", "ipo") and place in (0, 4)
+
+    for cell, found, wanted in beside_one_process(
+        train, cells, num_ranks, lambda name, plan, family: (name, "ddp", family)
+    ):
+        name = cell[0]
+        assert len(found["records"]) == 4
+        mine, theirs = ([*each["records"], each["before"], each["after"]] for each in (found, wanted))
+        assert_same(mine, theirs, cell, is_left_out=is_left_out)
+        assert found["records"][-1]["loss"] < 0.99 * found["records"][0]["loss"]
 
 
 def test_on_two_ranks() -> None:
@@ -128,25 +115,18 @@ def with_dropout(plan: str, family: str, name: str, disables: bool) -> list[dict
     kept = [module for module in raw.modules() for key in ("p", "dropout") if getattr(module, key, 0) == 0.5]
     assert numbers
     assert kept or plan == "pp 2"  # a stage has its own modules alone
-    gpc.destroy()
-    return [{key: value for key, value in each.items() if key != "seconds"} for each in result.records]
-
-
-def with_dropout_of_all(cells: list[tuple[str, str, str, bool]]) -> list[Any]:
-    return [with_dropout(*cell) for cell in cells]
+    return without_times(result.records)
 
 
 def test_dropout_is_off_in_comparisons() -> None:
     cells = [("dpo", "gpt2", "pp 2"), ("reward", "opt", "tp 2")]
-    (expected,) = run_ranks(
-        with_dropout_of_all, 1, [("ddp", family, name, True) for name, family, _ in cells]
-    )
-    assert expected[0][0]["margin"] == pytest.approx(0.0, abs=1e-9)
-    ((noisy, *_),) = run_ranks(with_dropout_of_all, 1, [("ddp", "gpt2", "dpo", False)])
-    assert abs(noisy[0]["margin"]) > 1e-6
-    of_ranks = run_ranks(with_dropout_of_all, 2, [(plan, family, name, True) for name, family, plan in cells])
-    for found in of_ranks:
-        for own, other in zip(found, expected, strict=True):
+    expected = run_each(1, with_dropout, [("ddp", family, name, True) for name, family, _ in cells])
+    assert expected[0][0][0]["margin"] == pytest.approx(0.0, abs=1e-9)
+    (((noisy, *_),),) = run_each(1, with_dropout, [("ddp", "gpt2", "dpo", False)])
+    assert abs(noisy["margin"]) > 1e-6
+    of_ranks = run_each(2, with_dropout, [(plan, family, name, True) for name, family, plan in cells])
+    for found, (other,) in zip(of_ranks, expected, strict=True):
+        for own in found:
             for record, wanted in zip(own, other, strict=True):
                 assert record["loss"] == pytest.approx(wanted["loss"], rel=TOLERANCE)
 

@@ -12,12 +12,13 @@ import torch
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.chat import PPO, SFT, chat_data, with_value_head
+from colossalai.chat import PPO, chat_data, with_value_head
 from colossalai.chat._fit import forward_only
-from colossalai.chat.data import encode_all, make_toy_data, make_toy_tokenizer
+from colossalai.chat.data import encode_all, make_toy_data
 from colossalai.chat.losses import token_logprobs
 from colossalai.core import global_context as gpc
 from colossalai.inference import SamplingParams
+from tests.chat.cells import assert_same, beside_one_process, sorting_model, without_times
 from tests.chat.test_grpo import PLANS, SAMPLING, digits, prompts
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
@@ -32,7 +33,7 @@ def value_model(family: str = "llama", seed: int = 1) -> Any:
     return with_value_head(model)
 
 
-def train(plan: str, family: str, options: dict[str, Any], more: dict[str, Any]) -> list[dict[str, float]]:
+def train(plan: str, family: str, options: dict[str, Any], **more: Any) -> list[dict[str, float]]:
     """Train for two passes over prompts that no number of ranks divides."""
     colossalai.launch_from_torch({}, verbose=False)
     options = dict(options)
@@ -56,15 +57,7 @@ def train(plan: str, family: str, options: dict[str, Any], more: dict[str, Any])
         rows_at_once=2,
         **(more or {"epochs": 2}),
     )
-    gpc.destroy()
-    return [
-        {key: value for key, value in each.items() if not key.startswith(("seconds", "tokens_per_second"))}
-        for each in result.records
-    ]
-
-
-def train_all(cells: list[tuple[str, str, dict[str, Any]]]) -> list[Any]:
-    return [train(*cell, {}) for cell in cells]
+    return without_times(result.records)
 
 
 WAYS: list[dict[str, Any]] = [
@@ -75,18 +68,11 @@ WAYS: list[dict[str, Any]] = [
 
 
 def check(cells: list[tuple[str, str, dict[str, Any]]], num_ranks: int) -> None:
-    expected = run_ranks(train_all, 1, [("ddp", family, way) for _, family, way in cells])[0]
-    for found in run_ranks(train_all, num_ranks, cells):
-        for cell, mine, theirs in zip(cells, found, expected, strict=True):
-            assert len(mine) == 4 * cell[2]["iterations"] * cell[2].get("minibatches", 1)
-            for own, other in zip(mine, theirs, strict=True):
-                assert own.keys() == other.keys()
-                for key, value in own.items():
-                    close = {"rel_tol": 1e-10, "abs_tol": 1e-6 if key.startswith("logprob_gap") else 1e-10}
-                    assert math.isclose(value, other[key], **close), (
-                        f"{cell}: {key} is {value}, not {other[key]}"
-                    )
-                assert own.get("logprob_gap_largest", 0.0) < 1e-5
+    for cell, found, wanted in beside_one_process(
+        train, cells, num_ranks, lambda plan, family, way: ("ddp", family, way)
+    ):
+        assert len(found) == 4 * cell[2]["iterations"] * cell[2].get("minibatches", 1)
+        assert_same(found, wanted, cell)
 
 
 def test_on_two_ranks() -> None:
@@ -134,7 +120,8 @@ def resume(folder: str) -> Any:
     for name, times in (("whole", (4,)), ("parts", (2, 4))):
         for steps in times:
             more = {"save": f"{folder}/{name}", "resume": f"{folder}/{name}", "steps": steps}
-            found = train("zero 1", "llama", {"iterations": 2}, more)
+            found = train("zero 1", "llama", {"iterations": 2}, **more)
+            gpc.destroy()
         results.append(found)
     return results
 
@@ -146,10 +133,11 @@ def test_a_resumed_run_is_the_undisturbed_one_to_the_bit(tmp_path: Path) -> None
 
 
 def resume_without_critic(folder: str) -> str:
-    train("ddp", "llama", {}, {"save": folder, "resume": folder, "steps": 1})
+    train("ddp", "llama", {}, save=folder, resume=folder, steps=1)
+    gpc.destroy()
     shutil.rmtree(f"{folder}/critic")
     with pytest.raises(FileNotFoundError, match="no such training state") as caught:
-        train("ddp", "llama", {}, {"resume": folder, "steps": 2})
+        train("ddp", "llama", {}, resume=folder, steps=2)
     gpc.destroy()
     return str(caught.value)
 
@@ -257,20 +245,10 @@ def test_a_critic_that_diverges_ends_the_run_before_the_policy_does() -> None:
 
 def improve() -> tuple[float, float]:
     """Learn to sort a little from texts, then more from rewards; return the first and last rewards."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
     colossalai.launch_from_torch({}, verbose=False)
-    torch.manual_seed(0)
-    made, booster = make_toy_tokenizer(), Booster()
-    shape = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = LlamaConfig(vocab_size=len(made), bos_token_id=1, eos_token_id=2, **shape)
-    model: Any = LlamaForCausalLM(config)
-    optimizer: Any = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    given: dict[str, Any] = {"booster": booster, "tokenizer": made}
-    texts = chat_data(make_toy_data("sort", 400, 0))
-    SFT(max_length=32).fit(model, optimizer, data=texts, epochs=8, batch_size=4, **given)
-    copies = [LlamaForCausalLM(config) for _ in range(2)]
+    model, optimizer, given = sorting_model()
+    raw = model.unwrap()
+    copies = [type(raw)(raw.config) for _ in range(2)]
     for each in copies:
         each.load_state_dict(model.state_dict())
     critic = with_value_head(copies[0])

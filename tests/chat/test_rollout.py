@@ -22,7 +22,7 @@ from colossalai.inference import SamplingParams
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
-from tests.turns import in_turn
+from tests.turns import in_turn, run_each
 
 pytestmark = pytest.mark.dist
 
@@ -81,14 +81,11 @@ def rollouts_of(plan: str, family: str, rank: int, folder: str) -> Any:
     return found
 
 
-def rollouts_of_all(plans: Sequence[str], family: str, rank: int, folder: str) -> dict[str, Any]:
-    return {plan: rollouts_of(plan, family, rank, f"{folder}/{plan}") for plan in plans}
-
-
 def check(plans: Sequence[str], family: str, rank: int, folder: Path) -> None:
     num_ranks = 4 if "tp 2, zero 1" in plans else 2
-    for results in run_ranks(rollouts_of_all, num_ranks, plans, family, rank, str(folder)):
-        for plan, found in results.items():
+    cells = [(plan, family, rank, f"{folder}/{plan}") for plan in plans]
+    for plan, of_ranks in zip(plans, run_each(num_ranks, rollouts_of, cells), strict=True):
+        for found in of_ranks:
             assert len({each for each, _ in found}) > 3, plan
             for engine, trainer in found:
                 assert engine == pytest.approx(trainer, abs=1e-5), plan
@@ -148,16 +145,12 @@ def syncs(plan: str) -> tuple[dict[str, float], int, int]:
     return sent, sum(param.nbytes for param in whole.values()), sum(sliced)
 
 
-def syncs_of_all(plans: Sequence[str]) -> list[tuple[dict[str, float], int, int]]:
-    return [syncs(plan) for plan in plans]
-
-
 @pytest.mark.parametrize(
     ("plans", "num_ranks"), [(["tp 2, zero 1"], 4), further(["pp 2", "fsdp"], 2)], ids=["tensors", "others"]
 )
 def test_a_sync_moves_each_byte_once(plans: list[str], num_ranks: int) -> None:
-    for found in run_ranks(syncs_of_all, num_ranks, plans):
-        for plan, (sent, total, sliced) in zip(plans, found, strict=True):
+    for plan, found in zip(plans, run_each(num_ranks, syncs, [(plan,) for plan in plans]), strict=True):
+        for sent, total, sliced in found:
             assert 0 < sliced < total or "tp" not in plan
             # Each rank lacks half of what is cut, and replicas do not tell each other what both have.
             assert sum(sent.values()) == {"tp": sliced, "pp": total, "fs": total}[plan[:2]] / 2

@@ -14,11 +14,13 @@ from colossalai.chat import GRPO, RolloutEngine, RolloutOptions
 from colossalai.chat._fit import step_of
 from colossalai.core import global_context as gpc
 from colossalai.inference import EngineStopped, RequestRefused, SamplingParams
+from tests.chat.cells import assert_same, beside_one_process, without_times
 from tests.chat.test_grpo import SAMPLING, digits, prompts
 from tests.chat.test_rollout import model_of, squares
 from tests.chat.tiny import PLUGINS, causal, tokenizer
 from tests.ranks import run_ranks
 from tests.tiers import in_soak
+from tests.turns import each_in_turn
 
 pytestmark = pytest.mark.dist
 
@@ -63,12 +65,8 @@ def answers(plan: str, family: str, rank: int, tp: int, pp: int) -> list[Any]:
     return found
 
 
-def answers_of_all(cells: Sequence[tuple[str, str, int, int, int]]) -> list[Any]:
-    return [answers(*cell) for cell in cells]
-
-
 def check(cells: Sequence[tuple[str, str, int, int, int]], num_ranks: int) -> None:
-    of_ranks = run_ranks(answers_of_all, num_ranks, cells)
+    of_ranks = run_ranks(each_in_turn, num_ranks, answers, cells)
     assert len({answer for found in of_ranks[0] for answer in found}) > 3
 
 
@@ -105,22 +103,14 @@ def fit(plan: str, tp: int, pp: int) -> list[dict[str, float]]:
         batch_size=4 // booster.mesh.axis_size("dp"),
         rollouts=RolloutOptions(tp_size=tp, pp_size=pp),
     )
-    gpc.destroy()
-    times = ("seconds", "tokens_per_second")
-    return [
-        {key: value for key, value in each.items() if not key.startswith(times)} for each in result.records
-    ]
+    return without_times(result.records)
 
 
 @pytest.mark.long
 def test_a_run_is_that_of_engines_of_one_rank() -> None:
-    (expected,) = run_ranks(fit, 1, "ddp", 1, 1)
-    for plan, tp, pp in (("zero 2", 1, 2), ("tp 2", 2, 1)):
-        for found in run_ranks(fit, 2, plan, tp, pp):
-            for own, other in zip(found, expected, strict=True):
-                gaps = {key: own.pop(key) for key in list(own) if key.startswith("logprob_gap")}
-                assert all(abs(value) < 1e-5 for value in gaps.values())
-                assert own == pytest.approx({key: other[key] for key in own}, rel=1e-9, abs=1e-9)
+    cells = [("zero 2", 1, 2), ("tp 2", 2, 1)]
+    for cell, found, expected in beside_one_process(fit, cells, 2, lambda *cell: ("ddp", 1, 1)):
+        assert_same(found, expected, cell)
 
 
 def refuses() -> list[str]:

@@ -13,11 +13,12 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.chat import SFT
 from colossalai.chat.data import encode_all, pack
 from colossalai.core import global_context as gpc
+from tests.chat.cells import TOLERANCE, beside_one_process
 from tests.chat.tiny import PLUGINS, causal, rows_for, tokenizer
 from tests.ranks import run_ranks
 from tests.tiers import in_soak
 
-NUM_ROWS, LENGTH, TOLERANCE = 13, 48, 1e-10
+NUM_ROWS, LENGTH = 13, 48
 
 
 def packed_rows() -> int:
@@ -44,24 +45,17 @@ def train(plan: str, family: str, is_packed: bool) -> Any:
     )
     held_out = rows_for("sft", 7, split="test")
     after = method.evaluate(result.model, data=held_out, batch_size=2, **given)
-    gpc.destroy()
     return [each["loss"] for each in result.records], after["loss"]
 
 
-def train_all(cells: list[tuple[str, str, bool]]) -> list[Any]:
-    return [train(*cell) for cell in cells]
-
-
 def check(cells: list[tuple[str, str]], num_ranks: int = 2) -> None:
-    families = list(dict.fromkeys(family for _, family in cells))
-    alone = run_ranks(train_all, 1, [("ddp", family, False) for family in families])[0]
-    expected = dict(zip(families, alone, strict=True))
     packed = [(plan, family, True) for plan, family in cells]
-    for found in run_ranks(train_all, num_ranks, packed):
-        for (plan, family), (losses, after) in zip(cells, found, strict=True):
-            assert losses == pytest.approx(expected[family][0], abs=TOLERANCE), (plan, family)
-            assert after == pytest.approx(expected[family][1], abs=TOLERANCE), (plan, family)
-            assert losses[-1] < losses[0] - 0.01
+    for cell, (losses, after), wanted in beside_one_process(
+        train, packed, num_ranks, lambda plan, family, is_packed: ("ddp", family, False)
+    ):
+        assert losses == pytest.approx(wanted[0], abs=TOLERANCE), cell
+        assert after == pytest.approx(wanted[1], abs=TOLERANCE), cell
+        assert losses[-1] < losses[0] - 0.01
 
 
 @pytest.mark.dist
