@@ -6,88 +6,38 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import colossalai
 from colossalai.communication import ledger
 from colossalai.context import Mesh, ParallelMode, get_seeds, set_mode
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.sequence_parallel import (
+    own_positions,
     ring_attention,
     zigzag_gather,
     zigzag_positions,
     zigzag_split,
 )
 from colossalai.nn.layer.sequence_parallel._tiles import Rules
+from tests.harness.fake_job import fake_job
+from tests.nn.layer.sequence_parallel.whole import (
+    BATCH,
+    HEAD,
+    PADDINGS,
+    SEQ,
+    error_of,
+    launch,
+    whole_tensors,
+)
 from tests.ranks import run_ranks
 from tests.tiers import further
 
-BATCH, HEADS, SEQ, HEAD = 2, 3, 16, 5
-
-
-def launch(size):
-    colossalai.launch_from_torch({"parallel": {"tensor": {"size": size, "mode": "sequence"}}}, verbose=False)
-    return gpc.axis(ParallelMode.SEQUENCE)
-
-
-def whole_tensors(dtype=torch.float64, seq=SEQ):
-    generator = torch.Generator().manual_seed(7)
-    return [
-        torch.randn(BATCH, HEADS, seq, HEAD, generator=generator, dtype=torch.float64).to(dtype)
-        for _ in range(4)
-    ]
-
-
-def padding_of(kind):
-    mask = torch.zeros(BATCH, SEQ, dtype=torch.bool)
-    if kind == "some":
-        mask[0, 11:] = True
-        mask[1, 2:4] = True
-    if kind == "all of a sample":
-        mask[1] = True
-        mask[0, :3] = True
-    return mask
-
-
-def positions(order, axis):
-    if order == "zigzag":
-        return zigzag_positions(SEQ, axis)
-    return torch.arange(SEQ).chunk(axis.size)[axis.rank]
-
-
-def reference(causal, kind, scale):
-    q, k, v, grad = whole_tensors()
-    inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-    visible = torch.ones(SEQ, SEQ, dtype=torch.bool)
-    visible = visible.tril() if causal else visible
-    mask = visible & ~padding_of(kind)[:, None, None]
-    out = scaled_dot_product_attention(*inputs, attn_mask=mask, scale=scale)
-    out.backward(grad)
-    return [out.detach(), *(tensor.grad for tensor in inputs)]
+HEADS = 3
 
 
 def parity(size, tile_size, causal, order):
     axis = launch(size)
-    mine = positions(order, axis)
     scale = 0.3 if tile_size == 1 else None
-    worst = {}
-    for kind in (None, "some", "all of a sample"):
-        q, k, v, grad = (tensor[:, :, mine] for tensor in whole_tensors())
-        inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
-        padding = None if kind is None else padding_of(kind)[:, mine]
-        out = ring_attention(
-            *inputs,
-            axis=axis,
-            causal=causal,
-            key_padding_mask=padding,
-            order=order,
-            tile_size=tile_size,
-            scale=scale,
-        )
-        out.backward(grad)
-        expected = [tensor[:, :, mine] for tensor in reference(causal, kind, scale)]
-        found = [out.detach(), *(tensor.grad for tensor in inputs)]
-        errors = [(a - b).abs().max() for a, b in zip(found, expected, strict=True)]
-        worst[kind] = torch.stack(errors).max().item()  # which keeps a NaN, as Python's max does not
-    return worst
+    how = {"heads": HEADS, "causal": causal, "order": order, "scale": scale, "tile_size": tile_size}
+    return {padding: error_of(ring_attention, axis, padding=padding, **how) for padding in PADDINGS}
 
 
 @pytest.mark.dist
@@ -151,7 +101,7 @@ def test_zigzag_gives_all_ranks_the_same_work():
 def half_precision(dtype):
     """With sums in float32, the result is that of exact attention of the rounded inputs, rounded once."""
     axis = launch(2)
-    q, k, v, grad = whole_tensors(dtype)
+    q, k, v, grad = whole_tensors(HEADS, dtype)
     exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
     scaled_dot_product_attention(*exact).backward(grad.double())
     rows = zigzag_positions(SEQ, axis)
@@ -178,8 +128,8 @@ def dropped(size, order, tile_size):
     axis = launch(size)
     set_mode(ParallelMode.TENSOR)  # as an assembled model has it
     torch.manual_seed(100 + axis.rank)  # the first rank draws for all
-    mine = positions(order, axis)
-    q, k, v, grad = (tensor[:, :, mine] for tensor in whole_tensors())
+    mine = own_positions(SEQ, axis, order=order)
+    q, k, v, grad = (tensor[:, :, mine] for tensor in whole_tensors(HEADS))
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     found = []
     for _ in range(2):
@@ -217,7 +167,7 @@ def alone():
 
 @pytest.mark.unit
 def test_dropout_has_the_gradient_of_its_forward():
-    q, k, v, _ = (tensor[:1, :1, :6].requires_grad_() for tensor in whole_tensors())
+    q, k, v, _ = (tensor[:1, :1, :6].requires_grad_() for tensor in whole_tensors(HEADS))
 
     def run(*inputs):
         torch.manual_seed(3)
@@ -301,25 +251,22 @@ def test_no_rank_holds_a_row_of_scores(size, tile_size, side):
         assert saved == 4 * 2 * sub_seq * 2 + 2 * sub_seq + sub_seq  # q, k, v, out; logsumexp; padding
 
 
-def bytes_sent(size, with_padding, dtype):
-    axis = launch(size)
+@pytest.mark.mesh
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(("size", "with_padding"), [(1, True), (2, True), (4, False), (256, True)])
+def test_bytes_are_those_of_the_formula(size, with_padding, dtype):
     inputs = [torch.randn(2, 3, 4, 5, dtype=dtype, requires_grad=True) for _ in range(3)]
     padding = torch.zeros(2, 4, dtype=torch.bool) if with_padding else None
-    with ledger() as forward:
-        out = ring_attention(*inputs, axis=axis, key_padding_mask=padding)
-    with ledger() as backward:
-        out.backward(torch.ones_like(out))
+    with fake_job({"parallel": {"sequence": {"size": size}}}, size):
+        axis = gpc.axis(ParallelMode.SEQUENCE)
+        with ledger() as forward:
+            out = ring_attention(*inputs, axis=axis, key_padding_mask=padding)
+        with ledger() as backward:
+            out.backward(torch.ones_like(out))
     n, e, m = inputs[1].numel(), dtype.itemsize, padding.nbytes if with_padding else 0
     a = max(e, 4)
     assert forward.num_bytes("shift", axis.name) == forward.num_bytes() == (size - 1) * (2 * n * e + m)
     assert backward.num_bytes("shift") == backward.num_bytes() == (size - 1) * (2 * n * e + m + 2 * n * a)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize(("size", "with_padding"), [(1, True), (2, True), (4, False)])
-def test_bytes_are_those_of_the_formula(size, with_padding, dtype):
-    run_ranks(bytes_sent, size, size, with_padding, dtype)
 
 
 def order_of_the_sequence():

@@ -7,9 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
 
-import colossalai
 from colossalai.communication import all_reduce, ledger
 from colossalai.context import SEQUENCE_ATTENTIONS, Axis, ParallelMode, seed
 from colossalai.core import global_context as gpc
@@ -20,61 +18,20 @@ from colossalai.nn.layer.sequence_parallel import (
     ring_attention,
     ulysses_attention,
 )
+from tests.harness.fake_job import fake_job
+from tests.nn.layer.sequence_parallel.whole import BATCH, PADDINGS, SEQ, error_of, launch, whole_tensors
 from tests.ranks import run_ranks
 from tests.tiers import further
 
-BATCH, HEADS, SEQ, HEAD = 2, 4, 16, 5
-PADDINGS = (None, "some", "all of a sample", "what a query sees")
-
-
-def launch(size: int) -> Axis:
-    colossalai.launch_from_torch(
-        {"parallel": {"sequence": {"size": size, "attention": "ulysses"}}}, verbose=False
-    )
-    return gpc.axis(ParallelMode.SEQUENCE)
-
-
-def whole_tensors(dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    shape = (BATCH, HEADS, SEQ, HEAD)
-    return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for _ in range(4)]
-
-
-def padding_of(kind: str | None) -> Tensor:
-    mask = torch.zeros(BATCH, SEQ, dtype=torch.bool)
-    if kind == "some":
-        mask[0, 11:] = True
-        mask[1, 2:4] = True
-    if kind == "all of a sample":
-        mask[1] = True
-    if kind == "what a query sees":  # under a causal mask
-        mask[0, :3] = True
-    return mask
+HEADS = 4
 
 
 def parity(size: int) -> list[tuple[Any, float]]:
     """Return the error of each case against attention in one process."""
-    axis = launch(size)
-    worst = []
-    for order, causal, kind in itertools.product(("zigzag", "contiguous"), (False, True), PADDINGS):
-        mine = own_positions(SEQ, axis, order=order)
-        q, k, v, grad = whole_tensors()
-        whole = [tensor.requires_grad_() for tensor in (q, k, v)]
-        visible = torch.ones(SEQ, SEQ, dtype=torch.bool)
-        visible = (visible.tril() if causal else visible) & ~padding_of(kind)[:, None, None]
-        scale = 0.3 if causal else None
-        expected = scaled_dot_product_attention(*whole, attn_mask=visible, scale=scale)
-        expected.backward(grad)
-        inputs = [tensor.detach()[:, :, mine].requires_grad_() for tensor in (q, k, v)]
-        padding = None if kind is None else padding_of(kind)[:, mine]
-        options = {"causal": causal, "key_padding_mask": padding, "order": order, "scale": scale}
-        out = ulysses_attention(*inputs, axis=axis, **options)
-        out.backward(grad[:, :, mine])
-        wanted = [expected.detach(), *(tensor.grad for tensor in whole)]
-        found = [out.detach(), *(tensor.grad for tensor in inputs)]
-        errors = [(a - b[:, :, mine]).abs().max() for a, b in zip(found, wanted, strict=True)]
-        worst.append(((order, causal, kind), torch.stack(errors).max().item()))
-    gpc.destroy()
+    axis, worst = launch(size, "ulysses"), []
+    for order, causal, padding in itertools.product(("zigzag", "contiguous"), (False, True), PADDINGS):
+        case = {"order": order, "causal": causal, "padding": padding, "scale": 0.3 if causal else None}
+        worst.append((case, error_of(ulysses_attention, axis, heads=HEADS, **case)))
     return worst
 
 
@@ -89,7 +46,7 @@ def test_values_and_gradients(size: int) -> None:
 
 def masks_of(attend: Callable[..., Tensor], axis: Axis, order: Any, lanes: Tensor | None) -> list[Tensor]:
     mine = own_positions(SEQ, axis, order=order)
-    q, k, v, grad = (tensor[:, :, mine] for tensor in whole_tensors())
+    q, k, v, grad = (tensor[:, :, mine] for tensor in whole_tensors(HEADS))
     inputs = [tensor.requires_grad_() for tensor in (q, k, v)]
     with seed(ParallelMode.TENSOR):  # as an assembled model has it
         torch.manual_seed(5 + axis.rank)  # the first rank draws for all
@@ -99,7 +56,7 @@ def masks_of(attend: Callable[..., Tensor], axis: Axis, order: Any, lanes: Tenso
 
 
 def dropped(size: int) -> None:
-    axis = launch(size)
+    axis = launch(size, "ulysses")
     others = numbered_lanes(BATCH, HEADS, device=torch.device("cpu")).flip(1)
     for order in ("zigzag", "contiguous"):
         results = []
@@ -110,7 +67,6 @@ def dropped(size: int) -> None:
                 torch.testing.assert_close(first, second, rtol=0, atol=1e-12)
             results.append(ring[0])
         assert not torch.allclose(*results)  # other samples and heads, other masks
-    gpc.destroy()
 
 
 @pytest.mark.dist
@@ -118,33 +74,29 @@ def test_dropout_is_that_of_the_ring() -> None:
     run_ranks(dropped, 4, 4)
 
 
-def bytes_sent(size: int) -> None:
-    axis = launch(size)
-    for dtype, with_padding in ((torch.float64, True), (torch.bfloat16, False)):
-        inputs = [torch.randn(2, 4, 4, 6, dtype=dtype, requires_grad=True) for _ in range(3)]
-        padding = torch.zeros(2, 4, dtype=torch.bool) if with_padding else None
+@pytest.mark.mesh
+@pytest.mark.parametrize(("dtype", "with_padding"), [(torch.float64, True), (torch.bfloat16, False)])
+@pytest.mark.parametrize("size", [2, 4, 256])
+def test_bytes_are_those_of_the_formula(size: int, dtype: torch.dtype, with_padding: bool) -> None:
+    inputs = [torch.randn(2, size, 4, 6, dtype=dtype, requires_grad=True) for _ in range(3)]
+    padding = torch.zeros(2, 4, dtype=torch.bool) if with_padding else None
+    with fake_job({"parallel": {"sequence": {"size": size, "attention": "ulysses"}}}, size):
+        axis = gpc.axis(ParallelMode.SEQUENCE)
         with ledger() as forward:
             out = ulysses_attention(*inputs, axis=axis, key_padding_mask=padding)
         with ledger() as backward:
             out.backward(torch.ones_like(out))
-        n, m = inputs[0].nbytes, 0 if padding is None else padding.nbytes
-        share = (size - 1) / size
-        assert forward.num_bytes("all_to_all", axis.name) == 4 * n * share
-        assert forward.num_bytes() == 4 * n * share + (size - 1) * m
-        assert backward.num_bytes("all_to_all") == backward.num_bytes() == 4 * n * share
-        assert (forward.count("all_to_all"), forward.count()) == (2, 2 + with_padding)
-        assert backward.count() == 2
-    gpc.destroy()
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("size", [further(2), 4])
-def test_bytes_are_those_of_the_formula(size: int) -> None:
-    run_ranks(bytes_sent, size, size)
+    n, m = inputs[0].nbytes, 0 if padding is None else padding.nbytes
+    share = (size - 1) / size
+    assert forward.num_bytes("all_to_all", axis.name) == 4 * n * share
+    assert forward.num_bytes() == 4 * n * share + (size - 1) * m
+    assert backward.num_bytes("all_to_all") == backward.num_bytes() == 4 * n * share
+    assert (forward.count("all_to_all"), forward.count()) == (2, 2 + with_padding)
+    assert backward.count() == 2
 
 
 def refusals() -> list[str]:
-    axis = launch(2)
+    axis = launch(2, "ulysses")
     odd, lanes = torch.zeros(1, 3, 4, 2), torch.zeros(1, 2, dtype=torch.int64)
     even = torch.zeros(1, 4, 4, 2)
     attempts: list[Callable[[], Any]] = [
@@ -159,7 +111,6 @@ def refusals() -> list[str]:
             attempt()
         found.append(str(caught.value))
     all_reduce(torch.ones(()), axis)  # nothing was sent that this could meet
-    gpc.destroy()
     return found
 
 
