@@ -1,10 +1,13 @@
 """The tensor modes that the tests of layers, losses and metrics run in, and slices of whole tensors."""
 
+from contextlib import contextmanager
+
 import torch
 
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.tensor import cut_dims, spec_of
+from tests.harness.fake_job import fake_job
 from tests.parity.table import MODES
 from tests.ranks import run_ranks
 from tests.turns import in_turn
@@ -18,6 +21,13 @@ def launch(name):
     torch.set_default_dtype(torch.float64)
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[name]}}, verbose=False)
     return gpc.tensor_mode
+
+
+@contextmanager
+def in_one_process(name, rank=0):
+    """Let this process be a rank in a mode whose others are not there; yield the mode."""
+    with fake_job({"parallel": {"tensor": MODES[name]}}, MODES[name]["size"], rank):
+        yield gpc.tensor_mode
 
 
 def run_in_turn(num_ranks, name, *functions):

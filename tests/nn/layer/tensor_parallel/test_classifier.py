@@ -16,13 +16,12 @@ from tests.nn.modes import (
     assert_small,
     by_case,
     compare,
+    in_one_process,
     launch,
     run_in_turn,
     slice_like,
 )
 from tests.tiers import further
-
-pytestmark = pytest.mark.dist
 
 FEATURES, CLASSES = 8, 16
 
@@ -63,22 +62,30 @@ def all_cases(name):
     return by_case(cases)
 
 
-def shapes(name):
+@pytest.mark.mesh
+@pytest.mark.parametrize(
+    ("name", "whole_classes", "cut_classes"),
+    [
+        ("1d", ((16, 8), (8, 16)), ((8, 8), (8, 8))),
+        ("2d", ((16, 4), (4, 16)), ((8, 4), (4, 8))),
+        ("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
+        ("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
+    ],
+)
+def test_shapes(name, whole_classes, cut_classes):
     """What a rank holds of 16 classes of 8 features, and of the logits of a batch of 8."""
-    mode = launch(name)
-    found = []
-    for prefix in ("", "VocabParallel"):
-        cut = restart(mode)
-        layer = getattr(col_nn, f"{prefix}Classifier{SUFFIXES[mode]}")(FEATURES, CLASSES)
-        y = layer(slice_like(torch.randn(8, FEATURES), cut))
-        found.append((tuple(layer.weight.shape), tuple(y.shape)))
-    return found
+    for prefix, (of_weight, of_logits) in (("", whole_classes), ("VocabParallel", cut_classes)):
+        with in_one_process(name) as mode:
+            cut = restart(mode)
+            layer = getattr(col_nn, f"{prefix}Classifier{SUFFIXES[mode]}")(FEATURES, CLASSES)
+            y = layer(slice_like(torch.randn(8, FEATURES), cut))
+        assert (tuple(layer.weight.shape), tuple(y.shape)) == (of_weight, of_logits)
 
 
-def refusals(name):
-    mode = launch(name)
-    restart(mode)
-    with ledger() as book:
+@pytest.mark.mesh
+def test_what_does_not_fit_is_refused_before_any_collective():
+    with in_one_process("2d") as mode, ledger() as book:
+        restart(mode)
         with pytest.raises(
             ValueError, match=r"the weight of Classifier2D: dimension 1 .* is 7, .* along row"
         ):
@@ -98,21 +105,11 @@ def refusals(name):
             layer(torch.ones(4, FEATURES))
         with pytest.raises(ValueError, match=r"Classifier3D needs a job launched with .*mode='3d'"):
             col_nn.Classifier3D(FEATURES, CLASSES)
-    assert book.count() == 0
+        assert book.count() == 0
 
 
-@pytest.mark.parametrize(
-    ("name", "whole_classes", "cut_classes"),
-    [
-        ("1d", ((16, 8), (8, 16)), ((8, 8), (8, 8))),
-        ("2d", ((16, 4), (4, 16)), ((8, 4), (4, 8))),
-        further("2.5d", ((16, 4), (2, 16)), ((8, 4), (2, 8))),
-        further("3d", ((16, 4), (2, 16)), ((4, 4), (2, 8))),
-    ],
-)
-def test_shapes_values_and_gradients(name, whole_classes, cut_classes):
-    """And, in 2d, what is refused before any collective."""
-    size = MODES[name]["size"]
-    found, errors, *_ = run_in_turn(size, name, shapes, all_cases, *[refusals] * (name == "2d"))
-    assert list(found) == [[whole_classes, cut_classes]] * size
+@pytest.mark.dist
+@pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), further("3d")])
+def test_values_and_gradients(name):
+    (errors,) = run_in_turn(MODES[name]["size"], name, all_cases)
     assert_small(errors)

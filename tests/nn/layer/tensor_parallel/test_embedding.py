@@ -14,14 +14,13 @@ from tests.nn.modes import (
     assert_small,
     by_case,
     compare,
+    in_one_process,
     launch,
     run_in_turn,
     same_start,
     whole,
 )
 from tests.tiers import further
-
-pytestmark = pytest.mark.dist
 
 VOCAB, FEATURES = 16, 8
 
@@ -109,16 +108,18 @@ def the_limit(name):
     assert whole_rows.weight.shape[0] == VOCAB > cut_rows.weight.shape[0]
 
 
-def refusals(name):
-    restart(launch(name))
-    with ledger() as book:
+@pytest.mark.mesh
+def test_ids_and_sizes_that_do_not_fit_are_refused_before_any_collective():
+    with in_one_process("2d") as mode, ledger() as book:
+        restart(mode)
         layer = col_nn.VocabParallelEmbedding2D(VOCAB, FEATURES)
         for id_ in (-1, VOCAB):  # in the part of the batch of one rank alone: all ranks say it
             ids = torch.zeros(8, 3, dtype=torch.int64)
             ids[7, 2] = id_
             for embedding in (layer, col_nn.Embedding2D(VOCAB, FEATURES)):
                 with pytest.raises(
-                    ValueError, match=rf"Embedding2D got ids from {min(id_, 0)} to {max(id_, 0)}; .* has 16"
+                    ValueError,
+                    match=rf"Embedding2D got ids from {min(id_, 0)} to {max(id_, 0)}; .* has 16",
                 ):
                     embedding(ids)
         with pytest.raises(
@@ -131,12 +132,13 @@ def refusals(name):
             col_nn.Embedding2D(VOCAB, FEATURES, 16)
         with pytest.raises(ValueError, match=r"Embedding1D needs a job launched with .*mode='1d'"):
             col_nn.Embedding1D(VOCAB, FEATURES)
-    assert book.count() == 0
+        assert book.count() == 0
 
 
-def patch_refusals(name):
-    restart(launch(name))
-    with ledger() as book:
+@pytest.mark.mesh
+def test_images_that_do_not_fit_are_refused_before_any_collective():
+    with in_one_process("2d") as mode, ledger() as book:
+        restart(mode)
         layer = col_nn.PatchEmbedding2D(8, 4, 3, FEATURES)
         with pytest.raises(ValueError, match=r"PatchEmbedding2D got images of shape .* with \(3, 8, 8\)"):
             layer(torch.zeros(8, 3, 8, 4))
@@ -150,14 +152,15 @@ def patch_refusals(name):
             col_nn.PatchEmbedding2D(8, 3, 3, FEATURES)
         with pytest.raises(ValueError, match=r"the weight of PatchEmbedding2D: dimension 0 .* is 7"):
             col_nn.PatchEmbedding2D(8, 4, 3, 7)
-    assert book.count() == 0
+        assert book.count() == 0
 
 
-OF_ONE_MODE = {"1d": [initializers, the_limit], "2d": [refusals, patch_refusals], "3d": [initializers]}
+OF_ONE_MODE = {"1d": [initializers, the_limit], "3d": [initializers]}
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("name", ["1d", "2d", *map(further, ("2.5d", "3d"))])  # 3d: tests/parity
 def test_values_and_gradients(name):
-    """And initializers, the limit above which a vocabulary is cut, and what is refused."""
+    """And initializers, and the limit above which a vocabulary is cut."""
     errors, *_ = run_in_turn(MODES[name]["size"], name, all_cases, *OF_ONE_MODE.get(name, []))
     assert_small(errors)

@@ -10,10 +10,8 @@ from torch import nn
 from colossalai.communication import copy_forward_reduce_backward, ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer import mark_cut, next_linear, restart
-from tests.nn.modes import MODES, assert_small, compare, launch, run_in_turn, slice_like
+from tests.nn.modes import MODES, assert_small, compare, in_one_process, launch, run_in_turn, slice_like
 from tests.tiers import further
-
-pytestmark = pytest.mark.dist
 
 SHAPES = {  # weight 1, weight 2, input, after layer 1, after layer 2, as documented
     "1d": [(512, 256), (256, 512), (16, 256), (16, 512), (16, 256)],
@@ -23,13 +21,16 @@ SHAPES = {  # weight 1, weight 2, input, after layer 1, after layer 2, as docume
 }
 
 
-def shapes(name):
-    mode = launch(name)
-    cut = restart(mode)
-    layers = [next_linear(256, 1024, mode=mode), next_linear(1024, 256, mode=mode)]
-    x = slice_like(torch.randn(16, 256), cut)
-    hidden = layers[0](x)
-    return [tuple(t.shape) for t in (layers[0].weight, layers[1].weight, x, hidden, layers[1](hidden))]
+@pytest.mark.mesh
+@pytest.mark.parametrize("name", SHAPES)
+def test_documented_shapes(name):
+    with in_one_process(name) as mode:
+        cut = restart(mode)
+        layers = [next_linear(256, 1024, mode=mode), next_linear(1024, 256, mode=mode)]
+        x = slice_like(torch.randn(16, 256), cut)
+        hidden = layers[0](x)
+        found = [layers[0].weight, layers[1].weight, x, hidden, layers[1](hidden)]
+    assert [tuple(tensor.shape) for tensor in found] == SHAPES[name]
 
 
 def parity(name, *, num_layers, bias, in_panels):
@@ -46,40 +47,41 @@ def parity(name, *, num_layers, bias, in_panels):
     return compare(layers, twins, torch.randn(8, 3, 8), x_cut=cut, y_cut=layers[-1].scheme.y)
 
 
-def bytes_sent(name):
-    mode = launch(name)
-    cut = restart(mode)
-    found = []
-    x = slice_like(torch.randn(16, 8), cut).requires_grad_()
-    for sizes in [(8, 24), (24, 8)]:
-        layer = next_linear(*sizes, bias=False, mode=mode)
-        with ledger() as book:
-            y = layer(x)
-            y.backward(torch.ones_like(y))
-        q = round(MODES[name]["size"] ** (1 / 3)) if name == "3d" else 2
-        p, x_bytes, w_bytes, y_bytes = MODES[name]["size"], x.nbytes, layer.weight.nbytes, y.nbytes
-        formula = {
-            "1d": 2 * (p - 1) / p * (x_bytes if layer.scheme.copy_x else y_bytes),
-            "1d-4": 2 * (p - 1) / p * (x_bytes if layer.scheme.copy_x else y_bytes),
-            "2d": 3 * (q - 1) * (x_bytes + w_bytes),
-            "2.5d": 3 * (q - 1) * (x_bytes + w_bytes) + 2 * (2 - 1) / 2 * w_bytes,
-            "3d": 2 * (q - 1) * (x_bytes + w_bytes + y_bytes),
-        }[name]
-        found.append((book.num_bytes(), formula))
-        x = mark_cut(y.detach(), layer.output_cut).requires_grad_()
-    return found
+@pytest.mark.mesh
+@pytest.mark.parametrize("name", MODES)
+def test_bytes_are_those_of_the_formula(name):
+    p = MODES[name]["size"]
+    depth = MODES[name].get("depth", 1)
+    q = round(p ** (1 / 3)) if name == "3d" else 2
+    with in_one_process(name, rank=p - 1) as mode:
+        x = slice_like(torch.randn(16, 8), restart(mode)).requires_grad_()
+        for sizes in [(8, 24), (24, 8)]:
+            layer = next_linear(*sizes, bias=False, mode=mode)
+            with ledger() as book:
+                y = layer(x)
+                y.backward(torch.ones_like(y))
+            x_bytes, w_bytes, y_bytes = x.nbytes, layer.weight.nbytes, y.nbytes
+            formula = {
+                "1d": 2 * (p - 1) / p * (x_bytes if mode == "1d" and layer.scheme.copy_x else y_bytes),
+                "2d": 3 * (q - 1) * (x_bytes + w_bytes),
+                "2.5d": 3 * (q - 1) * (x_bytes + w_bytes) + 2 * (depth - 1) / depth * w_bytes,
+                "3d": 2 * (q - 1) * (x_bytes + w_bytes + y_bytes),
+            }[mode]
+            assert book.num_bytes() == pytest.approx(formula)
+            x = mark_cut(y.detach(), layer.output_cut).requires_grad_()
 
 
-def refusals(name):
-    mode = launch(name)
-    restart(mode)
-    with pytest.raises(ValueError, match=r"the weight of Linear2D: dimension .* is 7, which the 2"):
-        next_linear(8, 7, mode=mode)
-    with pytest.raises(
-        ValueError, match=r"its last dimension must be 4, the 8 features over 2 ranks along \('row',\)"
-    ):
-        next_linear(8, 8, mode=mode)(torch.ones(2, 8))
-    assert copy_forward_reduce_backward(torch.ones(1), gpc.mesh.axis("dp")).item() == 1
+@pytest.mark.mesh
+def test_what_does_not_fit_is_refused():
+    with in_one_process("2d") as mode:
+        restart(mode)
+        with pytest.raises(ValueError, match=r"the weight of Linear2D: dimension .* is 7, which the 2"):
+            next_linear(8, 7, mode=mode)
+        with pytest.raises(
+            ValueError, match=r"its last dimension must be 4, the 8 features over 2 ranks along \('row',\)"
+        ):
+            next_linear(8, 8, mode=mode)(torch.ones(2, 8))
+        assert copy_forward_reduce_backward(torch.ones(1), gpc.mesh.axis("dp")).item() == 1
 
 
 def cases_of(name, *, all_of_them=False):
@@ -89,24 +91,16 @@ def cases_of(name, *, all_of_them=False):
             yield partial(parity, num_layers=num_layers, bias=bias, in_panels=in_panels)
 
 
+@pytest.mark.dist
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["2d", "2.5d"])
 def test_with_and_without_panels(name):
-    cases = list(cases_of(name, all_of_them=True))
-    for errors in run_in_turn(MODES[name]["size"], name, *cases):
+    for errors in run_in_turn(MODES[name]["size"], name, *cases_of(name, all_of_them=True)):
         assert_small(errors)
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("name", ["1d", further("1d-4"), "2d", "2.5d", "3d"])
-def test_bytes_shapes_values_and_gradients(name):
-    """The bytes of the formula, the documented shapes, and torch's values, in one start of ranks."""
-    functions = [bytes_sent, *[shapes] * (name in SHAPES), *[refusals] * (name == "2d")]
-    cases = list(cases_of(name))
-    by_function = list(run_in_turn(MODES[name]["size"], name, *functions, *cases))
-    for found in by_function[0]:
-        for sent, formula in found:
-            assert sent == pytest.approx(formula)
-    if name in SHAPES:
-        assert set(map(tuple, by_function[1])) == {tuple(SHAPES[name])}
-    for errors in by_function[len(functions) :]:
+def test_values_and_gradients(name):
+    for errors in run_in_turn(MODES[name]["size"], name, *cases_of(name)):
         assert_small(errors)

@@ -18,14 +18,13 @@ from tests.nn.modes import (
     by_case,
     compare,
     distance,
+    in_one_process,
     launch,
     run_in_turn,
     slice_like,
 )
 from tests.ranks import run_ranks
 from tests.tiers import further
-
-pytestmark = pytest.mark.dist
 
 SIZES = (8, 24)
 
@@ -65,6 +64,7 @@ def columns_and_rows():
     return by_case({case: against_torch(*row) for case, row in cases.items()})
 
 
+@pytest.mark.dist
 def test_columns_and_rows_by_name():
     assert_small(run_ranks(columns_and_rows, 2))
 
@@ -117,6 +117,7 @@ def in_chunks():
     return errors
 
 
+@pytest.mark.dist
 def test_a_row_layer_that_sums_in_chunks():
     assert_small(run_ranks(in_chunks, 2))
 
@@ -134,9 +135,10 @@ def all_classes(name):
     return {"y": distance(layer(slice_like(x, cut)), wanted)}
 
 
-def refusals_1d(name):
-    launch(name)
-    with ledger() as book:
+@pytest.mark.mesh
+def test_what_does_not_fit_along_one_dimension_is_refused_before_any_collective():
+    with in_one_process("1d") as mode, ledger() as book:
+        restart(mode)
         with pytest.raises(ValueError, match=r"Linear2D needs a job launched with .*mode='2d'.* is '1d'"):
             col_nn.Linear2D(*SIZES)
         with pytest.raises(
@@ -154,12 +156,13 @@ def refusals_1d(name):
         for features in (7, 4):  # the first would be right for one rank of the two
             with pytest.raises(ValueError, match=rf"Linear1D_Row .*\(3, {features}\).* must be 8"):
                 col_nn.Linear1D_Row(8, 8, parallel_input=False)(torch.ones(3, features))
-    assert book.count() == 0
+        assert book.count() == 0
 
 
-def refusals_3d(name):
-    restart(launch(name))
-    with ledger() as book:
+@pytest.mark.mesh
+def test_what_does_not_fit_along_three_dimensions_is_refused_before_any_collective():
+    with in_one_process("3d") as mode, ledger() as book:
+        restart(mode)
         with pytest.raises(
             ValueError, match=r"weight of Linear3D: dimension 1 .* is 6, .* 4 ranks along inp x wgt"
         ):
@@ -170,7 +173,7 @@ def refusals_3d(name):
             col_nn.Linear3D(7, 8)
         with pytest.raises(ValueError, match=r"Linear3D .*\(4, 8\).* 4, the 8 features over 2 .*'out'"):
             col_nn.Linear3D(8, 8)(torch.ones(4, 8))
-    assert book.count() == 0
+        assert book.count() == 0
 
 
 def refusals_without_a_mode():
@@ -181,21 +184,17 @@ def refusals_without_a_mode():
     assert type(col_nn.Linear(*SIZES)) is nn.Linear
 
 
+@pytest.mark.dist
 def test_without_a_mode_layers_that_need_one_are_refused():
     run_ranks(refusals_without_a_mode, 1)
 
 
-OF_ONE_MODE = {"1d": [refusals_1d, all_classes], "3d": [refusals_3d, all_classes]}
-
-
+@pytest.mark.dist
 @pytest.mark.parametrize("name", ["1d", "2d", further("2.5d"), further("3d")])
 def test_an_output_that_is_gathered_and_a_bias_that_is_left_to_the_caller(name):
-    """And, in a mode along one dimension and along three, what is refused before any collective."""
-    functions = [gathered, biases_apart, *OF_ONE_MODE.get(name, [])]
-    found = list(run_in_turn(MODES[name]["size"], name, *functions))
-    for function, reports in zip(functions, found, strict=True):
-        if function not in (refusals_1d, refusals_3d):
-            assert_small(reports)
+    functions = [gathered, biases_apart, *[all_classes] * (name in ("1d", "3d"))]
+    for reports in run_in_turn(MODES[name]["size"], name, *functions):
+        assert_small(reports)
 
 
 def half_precision_errors(dtype):
@@ -218,6 +217,7 @@ def half_precision_errors(dtype):
     ]
 
 
+@pytest.mark.dist
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_errs_no_more_than_twice_as_one_process(dtype):
     for parts in zip(*run_ranks(half_precision_errors, 4, dtype), strict=True):  # y, dx, dw
