@@ -36,8 +36,8 @@ ADAMW = partial(torch.optim.AdamW, lr=0.05)
 class Task:
     """A model and what it is trained on.
 
-    Models are built with float64 as the default dtype, and trained with float32 as the default: what a method
-    makes without a dtype shows.
+    Models are built with float64 as the default dtype, and trained with float32 as the default: a tensor that
+    a method makes without a dtype loses digits there.
 
     Attributes:
         build: Returns the model of one process; it is called before anything is launched.
