@@ -1,7 +1,4 @@
-"""WideNet: what its layers share, the documented script, and parity with one process."""
-
-from functools import partial
-from typing import Any
+"""WideNet: what its layers share, and the documented script. Its parity: in tests/parity/experts/table.py."""
 
 import pytest
 import torch
@@ -12,23 +9,8 @@ from colossalai.core import global_context as gpc
 from colossalai.model_zoo.moe.models import VanillaFFN, Widenet, moe_mlp_args, moe_sa_args
 from colossalai.nn import MoeLoss
 from colossalai.nn.layer.moe import NormalNoiseGenerator
-from colossalai.testing import ParityCase, check_parity
-from tests.parity.subjects import moe, zero
-from tests.parity.subjects.pipeline import slice_of_batch
+from tests.parity.experts.tasks import TINY
 from tests.ranks import run_ranks
-from tests.tiers import further
-from tests.turns import each_in_turn, grouped
-
-TINY: dict[str, Any] = {
-    "img_size": 8,
-    "patch_size": 4,
-    "num_classes": 3,
-    "depth": 2,
-    "d_model": 8,
-    "num_heads": 2,
-    "d_kv": 3,
-    "d_ff": 10,
-}
 
 
 @pytest.mark.unit
@@ -52,53 +34,6 @@ def test_the_documented_sizes() -> None:
         expert = VanillaFFN(**moe_mlp_args(d_model=768, d_ff=4096, drop_rate=0.1))
     assert sum(param.numel() for param in expert.parameters()) == 2 * 768 * 4096 + 768 + 4096
     assert moe_sa_args(768, 12, 64)["n_heads"] == 12
-
-
-def build() -> Widenet:
-    """Return a model without what is random; capacity drops tokens."""
-    model = Widenet(4, 0.6, **TINY, drop_rate=0.0)
-    model.blocks[0].ffn.router.noisy_func = None
-    model.blocks[0].ffn.router.min_capacity = 0
-    return model
-
-
-CELLS: list[Any] = [
-    ({"parallel": {"moe": {"size": 2}}, "zero": {"stage": 1}, "recompute": True}, 4),
-    further({"parallel": {"moe": {"size": 2}, "tensor": {"size": 2, "mode": "1d"}}}, 2),
-    further({"parallel": {"moe": {"size": 2}}}, 4),
-]
-
-
-def parity(config: dict[str, Any], num_parts: int) -> None:
-    torch.manual_seed(7)
-    plain = build()
-    generator = torch.Generator().manual_seed(1)
-    case = ParityCase(
-        build_model=lambda: plain,
-        build_optimizer=partial(torch.optim.AdamW, lr=0.01),
-        compute_loss=moe.make_loss(num_parts, 1, 0.0),
-        batches=[
-            (torch.randn(8, 3, 8, 8, generator=generator), torch.randint(3, (8,), generator=generator))
-            for _ in range(3)
-        ],
-        max_norm=0.5,
-    )
-    colossalai.launch_from_torch({**config, "clip_grad_norm": 0.5}, verbose=False)
-
-    def apply(model: nn.Module) -> Any:
-        mine = moe.cut_copy(model, build)
-        subject = zero.through_engine(case, mine, moe.criterion())
-        return subject if gpc.config.get("zero") else moe.of_parameters(mine, subject.step)
-
-    check_parity(case, apply, **slice_of_batch())
-    gpc.destroy()
-
-
-@pytest.mark.long  # the script is below, layers with experts are in tests/parity/experts
-@pytest.mark.dist
-@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda *_: 4))
-def test_parity(num_ranks: int, cells: list[tuple[dict[str, Any], int]]) -> None:
-    run_ranks(each_in_turn, num_ranks, parity, cells)
 
 
 def losses_of_the_script() -> list[float]:

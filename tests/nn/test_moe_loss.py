@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 import colossalai
 from colossalai.booster import Booster
-from colossalai.booster.plugin import TorchDDPPlugin
+from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from colossalai.context import MOE_CONTEXT
 from colossalai.context._process import ExpertForwards, process
 from colossalai.core import global_context as gpc
@@ -25,7 +25,7 @@ from colossalai.nn import CrossEntropyLoss, MoeCrossEntropyLoss, MoeLoss, checkp
 from colossalai.nn.layer.moe import FFNExperts, MoeLayer, TopKRouter, auxiliary_loss
 from colossalai.tensor import nested_tensors
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
-from tests.parity.subjects.moe import auxiliary, collecting
+from tests.parity.experts.tasks import auxiliary, collecting, moe_net, sequences
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
@@ -492,3 +492,35 @@ def test_the_bias_follows_the_load_of_all_ranks(configs: list[dict[str, Any]]) -
     low = {"fp16": {"mode": "naive", "initial_scale": 2.0**8}}
     for found in run_ranks(biases, 2, {"parallel": MOE, **accumulating, **low}):
         assert found != [0.0] * NUM_EXPERTS
+
+
+def losses_with_another_model() -> list[float]:
+    """Return losses of a pipeline: by its criterion, and by one that runs another model before."""
+    colossalai.launch_from_torch({}, verbose=False)
+    torch.manual_seed(0)
+    booster = Booster(plugin=HybridParallelPlugin(pp_size=2, num_microbatches=2, precision="fp32"))
+    model = moe_net("top2", "ffn")
+    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    other = moe_net("top2", "ffn", "one")
+    criterion = MoeLoss(0.5, nn.CrossEntropyLoss)
+
+    def behind_another(output: Tensor, label: Tensor) -> Tensor:
+        with MOE_CONTEXT.forward_of(other) as losses:
+            logits = other(torch.ones(4, 3, 5))
+        MOE_CONTEXT.assign(losses, [logits])
+        assert MOE_CONTEXT.get_loss(logits) == MOE_CONTEXT.get_loss() != MOE_CONTEXT.get_loss(output)
+        return criterion(output, label)
+
+    found = []
+    for each in (criterion, behind_another):
+        result = booster.execute_pipeline(iter([sequences(1)[0]]), model, each, optimizer)
+        found.append(result["loss"].item())
+    assert all(param.grad is None for param in other.parameters())
+    gpc.destroy()
+    return found
+
+
+@pytest.mark.dist
+def test_the_criterion_of_a_pipeline_can_run_another_model_with_experts() -> None:
+    for alone, behind_another in run_ranks(losses_with_another_model, 2):
+        assert alone == behind_another

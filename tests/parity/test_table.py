@@ -4,9 +4,16 @@ from typing import Any
 
 import pytest
 
-from tests.parity.table import SECTIONS
+from tests.parity import table
+from tests.parity.experts import table as experts
 from tests.parity.training import check_runs, grouped_runs
 
+SECTIONS = {
+    **table.SECTIONS,
+    "experts cut by hand": experts.CUT,
+    "layers of experts": experts.LAYERS,
+    "transformers with experts": experts.TRANSFORMERS,
+}
 GROUPS = [
     pytest.param(*group.values, marks=group.marks, id=f"{name}: {group.id}")
     for name, rows in SECTIONS.items()

@@ -13,7 +13,7 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble, pairs_table, refuse_pairs
 from colossalai.runtime._compatibility import REFUSED
 from colossalai.zero import ZeroReplicas
-from tests.parity.subjects import experts
+from tests.parity.experts.tasks import Block, CutExperts
 from tests.ranks import ROOT, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -157,7 +157,7 @@ def test_experts_are_not_cut_by_tensor_parallelism(capfd):
 def only_experts():
     parallel = {"tensor": {"size": 2, "mode": "1d"}, "moe": {"size": 2}}
     colossalai.launch_from_torch({"parallel": parallel}, verbose=False)
-    model = experts.Block(gpc.mesh)
+    model = Block(CutExperts(gpc.mesh))
     colossalai.initialize(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), verbose=False)
     gpc.destroy()
 

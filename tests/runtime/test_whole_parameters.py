@@ -1,14 +1,13 @@
 """Optimizers that need whole parameters, where ranks hold slices: right by the spec, or refused by name."""
 
-import copy
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.optimization import Adafactor as TransformersAdafactor
 
 import colossalai
@@ -22,10 +21,11 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.tensor import PaddedSpec, ProcessGroup, spec_of
 from colossalai.zero import ColoInitContext
-from tests.parity.subjects import experts
+from tests.parity.experts.tasks import CUT_BY_HAND, cut_net, of_transformers
+from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
+from tests.shardformer.models import gpt2 as hugging_gpt2
 from tests.tensor.colo import gpt2
-from tests.turns import in_turn
 
 pytestmark = pytest.mark.dist
 Build = Callable[[Any], torch.optim.Optimizer]
@@ -33,7 +33,7 @@ MEASURING: dict[str, Build] = {
     "Lamb": functools.partial(Lamb, lr=0.01, weight_decay=0.1),
     "Lars": functools.partial(Lars, lr=0.1, momentum=0.9, eeta=0.05, weight_decay=0.1),
 }
-CLIPPING: dict[str, Build] = {"FusedLAMB": functools.partial(FusedLAMB, lr=0.01, max_grad_norm=0.1)}
+CLIPPING = functools.partial(FusedLAMB, lr=0.01, max_grad_norm=0.1)
 
 
 class OfUsers(torch.optim.Optimizer):
@@ -55,98 +55,55 @@ REFUSED: dict[str, Build] = {
 }
 
 
-def tiny_gpt() -> nn.Module:
-    """Return GPT-2 with fused query, key and value, a vocabulary that is padded, and tied embeddings."""
-    torch.manual_seed(0)
-    sizes = {"n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": 8, "vocab_size": 13}
-    drops = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    return GPT2LMHeadModel(GPT2Config(**sizes, **drops)).double()
+BY_HYBRID = functools.partial(HybridParallelPlugin, tp_size=2, pp_size=1, precision="fp32")
 
 
-def tokens(step: int) -> torch.Tensor:
-    return torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(step))
+def of_slices(num_ranks: int, optimizer: Build, zero_stage: int = 0) -> Run:
+    """Return a run of GPT-2: fused query, key and value, a padded vocabulary, tied embeddings."""
+    task = replace(of_transformers(hugging_gpt2), optimizer=optimizer)
+    plugin = functools.partial(BY_HYBRID, zero_stage=zero_stage)
+    return Run(task=task, num_ranks=num_ranks, plugin=plugin, check=something_is_cut)
 
 
-def train_tensors(zero_stage: int, tp_size: int, names: tuple[str, ...]) -> None:
-    """Train by Hybrid and in one process, and compare all parameters."""
-    colossalai.launch_from_torch({}, verbose=False)
-    plugin = HybridParallelPlugin(tp_size=tp_size, pp_size=1, zero_stage=zero_stage, precision="fp32")
-    booster = Booster(plugin=plugin)
-    num_parts, part = gpc.mesh.axis_size("dp"), gpc.mesh.axis("dp").rank
-    for name, build in (MEASURING | CLIPPING).items():
-        if name not in names:
-            continue
-        raw = tiny_gpt()
-        twin = copy.deepcopy(raw)
-        twin_optimizer = build(twin.parameters())
-        model, optimizer, *_ = booster.boost(raw, build(raw.parameters()))
-        for step in range(3):
-            twin_optimizer.zero_grad()
-            twin(input_ids=tokens(step), labels=tokens(step)).loss.backward()
-            twin_optimizer.step()
-            optimizer.zero_grad()
-            ids = tokens(step).chunk(num_parts)[part]
-            booster.backward(model(input_ids=ids, labels=ids).loss, optimizer)
-            optimizer.step()
-        compare(name, raw, twin)
-    gpc.destroy()
+def something_is_cut(model: nn.Module) -> None:
+    assert any(spec is not None and spec.axes for spec in map(spec_of, model.parameters()))
 
 
-def compare(name: str, model: nn.Module, twin: nn.Module) -> None:
-    expected = dict(twin.named_parameters())
-    num_cut = 0
-    for key, param in model.named_parameters():
-        spec, wanted = spec_of(param), expected[key].detach()
-        num_cut += bool(spec is not None and spec.axes)
-        wanted = wanted if spec is None else spec.slice_of(wanted)
-        torch.testing.assert_close(
-            param.detach().as_subclass(torch.Tensor), wanted, rtol=0, atol=1e-10, msg=f"{name}: {key}"
-        )
-    assert num_cut
+def of_experts(optimizer: Build, **config: Any) -> Run:
+    """Return a run of experts that two ranks share."""
+    task = replace(CUT_BY_HAND, optimizer=optimizer)
+    return Run(task=task, num_ranks=2, config={"parallel": {"moe": 2}, **config}, check=something_is_cut)
 
 
-def test_norms_of_slices_are_those_of_wholes() -> None:
-    run_ranks(train_tensors, 2, 0, 2, (*MEASURING, *CLIPPING))
+RUNS = [
+    of_slices(2, CLIPPING),
+    *(of_slices(2, optimizer) for optimizer in MEASURING.values()),
+    *(of_slices(4, optimizer, zero_stage=1) for optimizer in MEASURING.values()),
+    *(of_experts(optimizer) for optimizer in MEASURING.values()),
+    *(of_experts(optimizer, zero={"stage": 1}) for optimizer in MEASURING.values()),
+]
 
 
-def test_norms_of_slices_are_those_of_wholes_under_zero() -> None:
-    run_ranks(train_tensors, 4, 1, 2, tuple(MEASURING))
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(RUNS))
+def test_norms_of_slices_are_those_of_wholes(num_ranks: int, runs: list[Any]) -> None:
+    check_runs(num_ranks, runs)
 
 
-def train_experts(zero_stage: int) -> None:
-    """Train experts that two ranks share, by a config."""
-    config: dict[str, Any] = {"parallel": {"moe": {"size": 2}}}
-    if zero_stage:
-        config["zero"] = {"stage": zero_stage}
-    colossalai.launch_from_torch(config, verbose=False)
-    for name, build in MEASURING.items():
-        torch.manual_seed(0)
-        twin = experts.Net().double()
-        raw = experts.cut_copy(twin, gpc.mesh)
-        twin_optimizer = build(twin.parameters())
-        engine, *_ = colossalai.initialize(raw, build(raw.parameters()), nn.MSELoss(), verbose=False)
-        x = torch.randn(8, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-        for _ in range(3):
-            twin_optimizer.zero_grad()
-            twin(x).square().mean().backward()
-            twin_optimizer.step()
-            engine.zero_grad()
-            engine.backward(engine(x.chunk(2)[gpc.mesh.axis("dp").rank]).square().mean())
-            engine.step()
-        compare(name, raw, twin)
-    raw = experts.cut_copy(twin, gpc.mesh)
-    with pytest.raises(ValueError, match=r"Adafactor holds blocks\.0\.experts\.weight"):
-        colossalai.initialize(raw, torch.optim.Adafactor(raw.parameters()), nn.MSELoss(), verbose=False)
-    dense = [param for param in raw.parameters() if spec_of(param) is None]
-    colossalai.initialize(raw, torch.optim.Adafactor(dense), nn.MSELoss(), verbose=False)
-    gpc.destroy()
+def refuse_experts() -> None:
+    for zero in ({}, {"zero": {"stage": 1}}):
+        colossalai.launch_from_torch({"parallel": {"moe": {"size": 2}}, **zero}, verbose=False)
+        raw = cut_net(gpc.mesh)
+        with pytest.raises(ValueError, match=r"Adafactor holds blocks\.0\.ffn\.weight"):
+            colossalai.initialize(raw, torch.optim.Adafactor(raw.parameters()), verbose=False)
+        dense = [param for param in raw.parameters() if spec_of(param) is None]
+        colossalai.initialize(raw, torch.optim.Adafactor(dense), verbose=False)
+        gpc.destroy()
 
 
 def train_colo() -> None:
     """Train ColoParameters without Booster, and by it."""
     colossalai.launch_from_torch({}, verbose=False)
-    plugin = HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=0, precision="fp32")
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=BY_HYBRID(zero_stage=0))
     group = ProcessGroup(tp_degree=2)
     for (name, build), is_boosted in zip(MEASURING.items(), (True, False), strict=True):
         twin = gpt2.build()
@@ -190,9 +147,9 @@ def refuse() -> None:
     """See each optimizer refused at both doors, the model as it was, and taken where nothing is cut."""
     config = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
     colossalai.launch_from_torch(config, verbose=False)
-    booster = Booster(plugin=HybridParallelPlugin(tp_size=2, pp_size=1, zero_stage=0, precision="fp32"))
+    booster = Booster(plugin=BY_HYBRID(zero_stage=0))
     for build in REFUSED.values():
-        raw = tiny_gpt()
+        raw = hugging_gpt2()
         shapes = [param.shape for param in raw.parameters()]
         optimizer = build(raw.parameters())
         message = f"{type(optimizer).__name__} holds transformer.* a slice, .*declare_elementwise"
@@ -201,7 +158,7 @@ def refuse() -> None:
         with pytest.raises(ValueError, match=message):
             colossalai.initialize(raw, optimizer, verbose=False)
         assert [param.shape for param in raw.parameters()] == shapes
-    raw = tiny_gpt()
+    raw = hugging_gpt2()
     norms = [param for name, param in raw.named_parameters() if "ln_" in name]
     booster.boost(raw, torch.optim.Adafactor(norms))
     gpc.destroy()
@@ -236,13 +193,10 @@ def test_padding_is_left_out() -> None:
     assert sorted(found) == whole.flatten().tolist()
 
 
-def test_norms_of_experts_are_those_of_wholes() -> None:
-    run_ranks(in_turn, 2, [(train_experts, 0), (train_experts, 1)])
-
-
 def test_norms_of_colo_parameters_are_those_of_wholes() -> None:
     run_ranks(train_colo, 2)
 
 
 def test_optimizers_that_need_wholes_are_refused_by_name() -> None:
     run_ranks(refuse, 2)
+    run_ranks(refuse_experts, 2)

@@ -1,7 +1,5 @@
 """The norm of all gradients, and what clipping by it leaves, is that of one process under every layout."""
 
-import os
-from functools import partial
 from itertools import starmap
 from typing import Any
 
@@ -10,8 +8,8 @@ import torch
 
 import colossalai
 from colossalai.core import global_context as gpc
-from tests.parity.subjects import moe
-from tests.parity.subjects.pipeline import slice_of_batch
+from tests.parity.experts.tasks import moe_layers
+from tests.parity.training import SEED
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -26,29 +24,26 @@ FURTHER: dict[int, list[tuple[int, dict[str, Any], int]]] = {
     4: [(2, {}, 2), (2, {}, 0), (4, {}, 0), (2, {}, 1), (2, {}, 3), (2, PP, 0)],
     8: [(2, {**TP, **PP}, 0), (2, TP, 1)],
 }
-ROUTER = "top2"
 
 
 def norms(layouts: list[tuple[int, dict[str, Any], int]]) -> list[list[float]]:
     """Return for each layout the norms that clipping reports, and those of one process."""
-    found = []
+    torch.set_default_dtype(torch.float64)
+    task, found = moe_layers("top2", "ffn"), []
     for ep_size, more, stage in layouts:
-        torch.manual_seed(7)
-        plain = moe.Net(ROUTER, "ffn").double()
+        torch.manual_seed(SEED)
+        plain = task.build()
         config: dict[str, Any] = {"parallel": {"moe": ep_size, **more}}
         config |= {"zero": {"stage": stage}} if stage else {}
         config |= {"NUM_MICRO_BATCHES": 2} if "pipeline" in more else {}
-        num_ranks = int(os.environ["WORLD_SIZE"])
-        num_parts = num_ranks // (2 ** len(more))
-        x, y = (part.double() if part.is_floating_point() else part for part in moe.make_batches(1)[0])
-        loss_of = moe.make_loss(num_parts, 2 if "pipeline" in more else 1, moe.z_weight_of(ROUTER))
-        loss_of(plain, (x, y)).backward()
         colossalai.launch_from_torch(config, verbose=False)
-        model = moe.cut_copy(plain, partial(moe.Net, ROUTER, "ffn"))
+        batch = task.batches()[0]
+        task.loss(plain, batch).backward()
+        torch.manual_seed(SEED)
+        model = task.place(plain)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        engine, *_ = colossalai.initialize(model, optimizer, moe.criterion(), verbose=False)
-        place = slice_of_batch()
-        mine = (x.chunk(num_parts)[place["slice_index"]], y.chunk(num_parts)[place["slice_index"]])
+        engine, *_ = colossalai.initialize(model, optimizer, task.criterion(), verbose=False)
+        mine = tuple(part.chunk(gpc.data_parallel_size)[gpc.mesh.axis_rank("dp")] for part in batch)
         for norm_type in (2.0, float("inf")):
             truth = torch.nn.utils.get_total_norm([param.grad for param in plain.parameters()], norm_type)
             engine.zero_grad()

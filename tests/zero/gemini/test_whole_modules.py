@@ -3,13 +3,15 @@
 import copy
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
+from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import colossalai
 from colossalai.amp import Casts
@@ -17,13 +19,15 @@ from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams, GeminiDDP
-from colossalai.testing import ParityCase, check_parity
 from colossalai.zero.gemini import ChunkSizes, Gemini
+from tests.parity.experts.tasks import of_transformers
+from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
 from tests.ranks import run_ranks
+from tests.shardformer.models import planned
 from tests.tiers import further
 from tests.zero.gemini.experts import GUISES, Mixture, Routing, batches
 from tests.zero.gemini.nets import trained
-from tests.zero.gemini.test_parity import SMALL, case_of, through_booster
+from tests.zero.gemini.test_parity import SMALL
 
 pytestmark = pytest.mark.dist
 
@@ -35,62 +39,47 @@ OPTIONS = {
 }
 
 
-def loss_of(model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-    return nn.functional.cross_entropy(model(batch[0]), batch[1])
+def by_gemini(task: Task, num_ranks: int, accumulation: int, max_norm: float, **options: Any) -> Run:
+    """Return a run through the plugin door."""
+    plugin = partial(GeminiPlugin, **{**SMALL, **options}, max_norm=max_norm)
+    return Run(task=task, num_ranks=num_ranks, plugin=plugin, accumulation=accumulation, max_norm=max_norm)
 
 
-def train(accumulation: int) -> None:
-    colossalai.launch_from_torch({}, verbose=False)
-    case = ParityCase(
-        build_model=partial(Routing, *GUISES, *RECOMPUTED),
-        build_optimizer=partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
-        compute_loss=loss_of,
-        batches=batches(dist.get_world_size()),
-        max_norm=1.0,
-    )
-    check_parity(case, partial(through_booster, case, OPTIONS, accumulation))
-    gpc.destroy()
+def batches_of_ranks() -> list[Batch]:
+    return batches(dist.get_world_size())
 
 
-@pytest.mark.parametrize(("num_ranks", "accumulation"), [(2, 2), further(4, 1)])
-def test_experts_chosen_by_data_are_one_process(num_ranks: int, accumulation: int) -> None:
-    run_ranks(train, num_ranks, accumulation)
+ROUTING = Task(
+    build=partial(Routing, *GUISES, *RECOMPUTED),
+    batches=batches_of_ranks,
+    optimizer=partial(torch.optim.AdamW, lr=0.02, weight_decay=0.1),
+)
 
 
 def mixtral() -> nn.Module:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "vocab_size": 32}
-    heads = {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 8,
-        "use_cache": False,
-    }
     experts = {"num_local_experts": 4, "num_experts_per_tok": 1, "experts_implementation": "eager"}
-    return MixtralForCausalLM(MixtralConfig(**sizes, **heads, **experts, attn_implementation="eager"))
+    return planned("Mixtral", **experts, attn_implementation="eager")
 
 
-def train_mixtral(options: dict[str, Any], accumulation: int) -> list[float]:
-    from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
-
-    colossalai.launch_from_torch({}, verbose=False)
-    case = case_of(mixtral, max_norm=0.1)
+def by_class(num_ranks: int, accumulation: int, **options: Any) -> Run:
+    """Return a run of a Mixtral whose class of experts is gathered whole."""
+    optimizer = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
+    task = replace(of_transformers(mixtral), optimizer=optimizer, context=nullcontext)
     options = {"whole_modules": [MixtralSparseMoeBlock], "min_chunk_size_mb": 0.001, **options}
-    losses = check_parity(case, partial(through_booster, case, options, accumulation))
-    gpc.destroy()
-    return losses
+    return by_gemini(task, num_ranks, accumulation, 0.1, **options)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(
-    ("num_ranks", "options", "accumulation"),
-    [(2, {"recompute": True}, 2), (4, {}, 1)],
-)
-def test_mixtral_is_one_process(num_ranks: int, options: dict[str, Any], accumulation: int) -> None:
-    pytest.importorskip("transformers")
-    for losses in run_ranks(train_mixtral, num_ranks, options, accumulation):
-        assert losses[-1] < losses[0]
+RUNS = [
+    by_gemini(ROUTING, 2, 2, 1.0, **OPTIONS),
+    further(by_gemini(ROUTING, 4, 1, 1.0, **OPTIONS)),
+    further(by_class(2, 2, recompute=True)),
+    further(by_class(4, 1)),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(RUNS))
+def test_experts_chosen_by_data_are_one_process(num_ranks: int, runs: list[Any]) -> None:
+    check_runs(num_ranks, runs)
 
 
 def put(net: nn.Module, *choices: Any) -> Any:
