@@ -25,8 +25,8 @@ from colossalai.runtime import ModelWrapper
 from colossalai.shardformer import Rule, register_rule
 from colossalai.tensor import spec_of
 from colossalai.testing import full_parameters
-from tests.runtime.test_whole_parameters import tiny_gpt, tokens
-from tests.shardformer.test_experts import Tower, Towers
+from tests.parity.experts.tasks import Tower
+from tests.shardformer import models
 
 Build = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -98,7 +98,6 @@ def run(column: str, label: str) -> str:
             changed something.
     """
     colossalai.launch_from_torch({}, verbose=False)
-    register_rule(Towers, Rule(experts=("weight", "bias")))
     booster = Booster(plugin=PLUGINS[column]())
     torch.manual_seed(0)
     register_rule(Words, Rule(embeddings=("table",)))
@@ -148,9 +147,13 @@ class Words(nn.Module):
 
 def gpt() -> nn.Module:
     """Return a GPT-2 whose biases of keys are frozen: rounding is all of their gradients."""
-    model: Any = tiny_gpt()
+    model: Any = models.gpt2(vocab_size=13, n_layer=1).double()
     model.transformer.h[0].attn.c_attn.bias.requires_grad_(False)
     return model
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 13, (4, 6), generator=torch.Generator().manual_seed(step))
 
 
 def trained(model: nn.Module) -> list[nn.Parameter]:
