@@ -4,7 +4,7 @@ import copy
 import gc
 import pickle
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -420,19 +420,22 @@ def test_the_auxiliary_loss_is_that_of_the_whole_batch() -> None:
     run_ranks(of_uneven_tokens, 4)
 
 
+def parts_of_batches(num_batches: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield this rank's parts."""
+    generator, replicas = torch.Generator().manual_seed(0), gpc.mesh.axis("dp")
+    for _ in range(num_batches):
+        x, y = torch.randn(16, WIDTH, generator=generator), torch.randint(3, (16,), generator=generator)
+        yield x.chunk(replicas.size)[replicas.rank], y.chunk(replicas.size)[replicas.rank]
+
+
 def biases(config: dict[str, Any], num_batches: int = 6) -> list[float]:
     """Return the bias after some batches; each rank has its part of a batch."""
     colossalai.launch_from_torch({"recompute": ["ffn"], **config}, verbose=False)
     torch.manual_seed(0)
     model = Classifier(bias_update_rate=0.001, num_experts=NUM_EXPERTS)
-    engine, *_ = colossalai.initialize(
-        model, torch.optim.SGD(model.parameters(), lr=0.0), MoeCrossEntropyLoss(), verbose=False
-    )
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(num_batches):
-        x, y = torch.randn(16, WIDTH, generator=generator), torch.randint(3, (16,), generator=generator)
-        replicas = gpc.mesh.axis("dp")
-        x, y = (tensor.chunk(replicas.size)[replicas.rank] for tensor in (x, y))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    engine, *_ = colossalai.initialize(model, optimizer, MoeCrossEntropyLoss(), verbose=False)
+    for x, y in parts_of_batches(num_batches):
         engine.zero_grad()
         engine.backward(engine.criterion(engine(x), y))
         engine.step()
@@ -451,10 +454,7 @@ def biases_under_zero(stage: int) -> list[float]:
     optimizers = [torch.optim.SGD(part.parameters(), lr=0.0) for part in (model.head, model.ffn)]
     model = zero_model_wrapper(model, stage, precision="fp32")
     optimizers = [zero_optim_wrapper(model, optimizer) for optimizer in optimizers]
-    generator, replicas = torch.Generator().manual_seed(0), gpc.mesh.axis("dp")
-    for _ in range(3):
-        x, y = torch.randn(16, WIDTH, generator=generator), torch.randint(3, (16,), generator=generator)
-        x, y = (tensor.chunk(replicas.size)[replicas.rank] for tensor in (x, y))
+    for x, y in parts_of_batches(3):
         optimizers[0].backward(MoeCrossEntropyLoss()(model(x), y))
         for optimizer in optimizers:
             optimizer.step()

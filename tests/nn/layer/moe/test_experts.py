@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,12 +54,12 @@ def routes_of(num_tokens: int, num_experts: int, k: int = 2, seed: int = 0) -> R
     return TopKRouter(k)(logits)
 
 
-def one_of(experts: Experts, number: int) -> nn.Module:
-    """Return an expert as a module by itself."""
-    one = Expert(WIDTH).double()
-    values = {name: value[number] for name, value in experts.state_dict().items()}
-    one.load_state_dict(values)
-    return one
+def each_alone(experts: Experts, build: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Return each expert as a module by itself."""
+    alone = [build().double() for _ in range(experts.num_experts)]
+    for number, one in enumerate(alone):
+        one.load_state_dict({name: value[number] for name, value in experts.state_dict().items()})
+    return alone
 
 
 @pytest.mark.unit
@@ -74,10 +75,10 @@ def test_each_expert_computes_its_tokens() -> None:
     }
     hidden = torch.randn(9, WIDTH, dtype=torch.float64)
     routes = routes_of(9, NUM_EXPERTS)
-    result = experts(hidden, routes)
+    result, alone = experts(hidden, routes), each_alone(experts, partial(Expert, WIDTH))
     for token in range(9):
         wanted = sum(
-            weight * one_of(experts, int(number))(hidden[token : token + 1])[0]
+            weight * alone[number](hidden[token : token + 1])[0]
             for number, weight in zip(routes.experts[token], routes.weights[token], strict=True)
         )
         torch.testing.assert_close(result[token], wanted, atol=1e-12, rtol=0)
@@ -101,9 +102,7 @@ def test_weights_that_are_tied_inside_an_expert_stay_tied() -> None:
     experts = Experts(TiedExpert, 2).double()
     assert [name for name, _ in experts.named_parameters()] == ["first.weight", "second.bias"]
     assert set(experts.state_dict()) == {"first.weight", "second.weight", "second.bias"}
-    alone = [TiedExpert().double() for _ in range(2)]
-    for number, one in enumerate(alone):
-        one.load_state_dict({name: value[number] for name, value in experts.state_dict().items()})
+    alone = each_alone(experts, TiedExpert)
     hidden = torch.randn(5, WIDTH, dtype=torch.float64)
     routes = routes_of(5, 2, k=1)
     result = experts(hidden, routes)
