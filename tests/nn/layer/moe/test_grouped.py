@@ -60,10 +60,6 @@ def error(found: Tensor, wanted: Tensor) -> float:
     return ((found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1e-3)).item()
 
 
-def exact(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().double().requires_grad_()
-
-
 OPERANDS: dict[str, Any] = {
     "seed": st.integers(0, 2**31),
     "sizes": st.lists(st.sampled_from([0, 0, 1, 2, 5, 17]), min_size=1, max_size=9).flatmap(
@@ -89,24 +85,35 @@ def compare_with_a_loop(
     is_strided: bool,
 ) -> None:
     torch.manual_seed(seed)
-    given_parts = operands(sizes, num_in, num_out, dtype, transposed=transposed, has_bias=has_bias)
-    exact_parts = [exact(part) for part in given_parts]
+    rows, weight, bias = operands(sizes, num_in, num_out, dtype, transposed=transposed, has_bias=has_bias)
     dy = torch.randn(sum(sizes), num_out).to(dtype)
     if is_strided:
         dy = torch.randn(num_out, 2 * sum(sizes)).to(dtype).t()[::2]
-    parts, truths = [[part for part in each if part is not None] for each in (list(given_parts), exact_parts)]
-    found = grouped_linear(*given_parts[:2], sizes, bias=given_parts[2], transposed=transposed)
-    assert isinstance(exact_parts[0], Tensor)
-    assert isinstance(exact_parts[1], Tensor)
-    wanted = plain(exact_parts[0], exact_parts[1], sizes, bias=exact_parts[2], transposed=transposed)
-    assert found.dtype == dtype
-    assert error(found.detach(), wanted.detach()) < TOLERANCES[dtype]
-    grads = torch.autograd.grad(found, parts, dy)
+    check(rows, weight, sizes, dy, bias=bias, transposed=transposed)
+
+
+def check(
+    rows: Tensor,
+    weight: Tensor,
+    sizes: list[int],
+    dy: Tensor,
+    *,
+    bias: Tensor | None = None,
+    transposed: bool = False,
+) -> None:
+    """Compare results and gradients with those of a loop in float64."""
+    found = grouped_linear(rows, weight, sizes, bias=bias, transposed=transposed)
+    parts = [part for part in (rows, weight, bias) if part is not None]
+    truths = [part.detach().double().requires_grad_() for part in parts]
+    wanted = plain(*truths[:2], sizes, bias=truths[2] if len(truths) > 2 else None, transposed=transposed)
+    assert found.dtype == rows.dtype
     assert found.is_contiguous()
+    assert error(found.detach(), wanted.detach()) < TOLERANCES[rows.dtype]
+    grads = torch.autograd.grad(found, parts, dy)
     for grad, truth in zip(grads, torch.autograd.grad(wanted, truths, dy.double()), strict=True):
-        assert grad.dtype == dtype
+        assert grad.dtype == rows.dtype
         assert grad.is_contiguous()
-        assert error(grad, truth) < TOLERANCES[dtype]
+        assert error(grad, truth) < TOLERANCES[rows.dtype]
     for expert, size in enumerate(sizes):
         if size == 0:
             assert all(torch.count_nonzero(grad[expert]) == 0 for grad in grads[1:])
@@ -216,13 +223,7 @@ def test_the_gradient_of_the_weight_is_made_once(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("transposed", [False, True])
 def test_without_rows(dtype: torch.dtype, transposed: bool) -> None:
     rows, weight, bias = operands([0, 0, 0], 8, 16, dtype, transposed=transposed, has_bias=True)
-    found = grouped_linear(rows, weight, [0, 0, 0], bias=bias, transposed=transposed)
-    assert found.shape == (0, 16)
-    found.sum().backward()
-    for part in (rows, weight, bias):
-        assert part is not None
-        assert part.grad is not None
-        assert torch.equal(part.grad, torch.zeros_like(part))
+    check(rows, weight, [0, 0, 0], torch.ones(0, 16, dtype=dtype), bias=bias, transposed=transposed)
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
@@ -267,14 +268,7 @@ def test_large_products(dtype: torch.dtype, transposed: bool) -> None:
         rows, weight, _ = operands(sizes, num_in, num_out, dtype, transposed=transposed)
         wide = torch.randn(700, 2 * num_in).to(dtype)
         rows = wide[:, :num_in].requires_grad_()
-        truths = [part.detach().double().requires_grad_() for part in (rows, weight)]
-        wanted = plain(truths[0], truths[1], sizes, transposed=transposed)
-        dy = torch.randn(700, 2 * num_out).to(dtype)[:, ::2]
-        found = grouped_linear(rows, weight, sizes, transposed=transposed)
-        assert error(found.detach(), wanted.detach()) < TOLERANCES[dtype]
-        grads = torch.autograd.grad(found, [rows, weight], dy)
-        for grad, truth in zip(grads, torch.autograd.grad(wanted, truths, dy.double()), strict=True):
-            assert error(grad, truth) < TOLERANCES[dtype]
+        check(rows, weight, sizes, torch.randn(700, 2 * num_out).to(dtype)[:, ::2], transposed=transposed)
 
 
 def test_slices_of_memory() -> None:
