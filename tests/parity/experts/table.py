@@ -39,7 +39,8 @@ UNIFORM = partial(stages, 2, partition="uniform", num_microbatches=2)
 
 Method = tuple[Mapping[str, Any], Callable[[], Plugin] | None]
 METHODS: dict[str, Method] = {
-    "ddp": ({}, partial(TorchDDPPlugin, gradient_as_bucket_view=True)),
+    "ddp": ({}, TorchDDPPlugin),
+    "ddp view": ({}, partial(TorchDDPPlugin, gradient_as_bucket_view=True)),
     "ddp unused": ({}, partial(TorchDDPPlugin, find_unused_parameters=True)),
     "ddp static": ({}, partial(TorchDDPPlugin, static_graph=True)),
     "recompute": ({"recompute": True}, None),
@@ -48,6 +49,8 @@ METHODS: dict[str, Method] = {
     "zero 1": (ZERO_1, partial(LowLevelZeroPlugin, 1, precision="fp32")),
     "zero 2": (ZERO_2, partial(LowLevelZeroPlugin, 2, precision="fp32")),
     "fsdp": (ZERO_3, TorchFSDPPlugin),
+    "pipeline": (UNIFORM(), None),
+    "pipeline zero 1": (UNIFORM(zero=1), None),
     "fsdp recompute": ({**ZERO_3, "recompute": True}, None),
 }
 """The config of each method, and its plugin if it is run through that door, too."""
@@ -92,21 +95,16 @@ CUT = [
     *(
         further(cut(num_ranks, method))
         for num_ranks in (2, 4)
-        for method in ("ddp", "zero 1", "zero 2", "fsdp")
+        for method in ("ddp view", "zero 1", "zero 2", "fsdp")
     ),
     further(cut(2, "handler")),
     cut(4, "ddp unused", 1),
     cut(4, "ddp static", 1),
     # Each backward of a window synchronizes: earlier means stay as they are.
-    *(cut(4, method, syncs_always=True) for method in ("ddp", "ddp unused", "zero 2")),
+    *(cut(4, method, syncs_always=True) for method in ("ddp view", "ddp unused", "zero 2")),
     *(further(cut(4, method, syncs_always=True)) for method in ("ddp static", "zero 1", "fsdp")),
-    *(further(cut(2, method, 2, syncs_always=True)) for method in ("ddp", "fsdp", "zero 1", "zero 2")),
-    *(
-        further(
-            Run(task=CUT_BY_HAND, num_ranks=4, config=with_experts(UNIFORM(zero=zero)), max_norm=MAX_NORM)
-        )
-        for zero in (0, 1)
-    ),
+    *(further(cut(2, method, 2, syncs_always=True)) for method in ("ddp view", "fsdp", "zero 1", "zero 2")),
+    *(further(cut(4, method, 1)) for method in ("pipeline", "pipeline zero 1")),
     # With an optimizer that takes no slices each parameter has one owner of those that hold it.
     Run(
         task=replace(CUT_BY_HAND, optimizer=partial(WholeSGD, lr=0.5, momentum=0.9)),
