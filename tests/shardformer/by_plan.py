@@ -1,9 +1,8 @@
-"""Models under a `Plan` that cuts by name, trained as one process trains them."""
+"""Runs of plain models under a `Plan`, whose buffers must be those of one process as well."""
 
-import copy
-import itertools
+import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,19 +10,29 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai
+from colossalai.amp import Precision
+from colossalai.booster import Booster
+from colossalai.booster.plugin import Plugin
 from colossalai.communication import Ledger, ledger
 from colossalai.context import Layout, relayout
 from colossalai.core import global_context as gpc
-from colossalai.runtime import ModelWrapper, Plan, TrainingStep, assemble
+from colossalai.runtime import ModelWrapper, Plan
 from colossalai.tensor import spec_of
-from colossalai.testing import ParityCase, Subject, check_parity
-from colossalai.zero import ZeroReplicas
-from tests.parity.subjects.pipeline import slice_of_batch
-from tests.parity.training import whole
-from tests.parity.subjects.zero import subject_of
+from tests.parity.training import SEED, Batch, Run, Task, whole
 
+Build = Callable[[], nn.Module]
 Criterion = Callable[[Any, Tensor], Tensor]
-Batches = Sequence[tuple[Tensor, ...]]
+
+
+class ByPlan(Plugin):
+    """Trains a model by a plan as it is."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+
+    def plan(self, precision: Precision) -> Plan:
+        """See the base class."""
+        return self._plan
 
 
 def sgd(params: Any) -> torch.optim.Optimizer:
@@ -31,7 +40,7 @@ def sgd(params: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, lr=0.05, momentum=0.9)
 
 
-def images(*, batch: int = 8, size: int = 8) -> Batches:
+def images(*, batch: int = 8, size: int = 8) -> list[Batch]:
     """Return three batches of images, (batch, 3, size, size), that are not centered, and of five classes."""
     generator = torch.Generator().manual_seed(1)
     shape = (batch, 3, size, size)
@@ -41,7 +50,7 @@ def images(*, batch: int = 8, size: int = 8) -> Batches:
     ]
 
 
-def build_plain(build: Callable[[], nn.Module], layout: Layout) -> nn.Module:
+def build_plain(build: Build, layout: Layout) -> nn.Module:
     """Launch the job, build a model of plain layers in float64, then lay the ranks out."""
     colossalai.launch_from_torch({}, verbose=False)
     torch.manual_seed(1024)
@@ -50,101 +59,108 @@ def build_plain(build: Callable[[], nn.Module], layout: Layout) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True)
-class Trained:
-    """What `train` leaves.
-
-    Attributes:
-        model: The assembled model.
-        twin: What one process has trained.
-        book: The collectives of the first step.
-    """
-
-    model: ModelWrapper
-    twin: nn.Module
-    book: Ledger
-
-
-def train(
-    build: Callable[[], nn.Module],
-    criterion: Criterion,
-    batches: Batches,
-    *,
-    layout: Layout,
-    uncut: tuple[str, ...],
+def run_by_plan(
+    build: Build,
+    plan: Plan,
+    *uncut: str,
+    criterion: Criterion = nn.functional.cross_entropy,
+    batches: Callable[[], Sequence[Batch]] = images,
+    plugin: Callable[[], Plugin] | None = None,
+    context: Callable[[], Any] = ExitStack,
     **options: Any,
-) -> Trained:
-    """Train by a plan, each step as one process does it; buffers must agree as well.
+) -> Run:
+    """Return a run by a plan.
 
     Args:
         build: Returns the model, of plain layers.
-        criterion: Loss of an output and labels.
-        batches: One for each step; a pipeline, and then the twin as well, takes each in microbatches.
-        layout: That of the plan.
+        plan: The plan; a pipeline, and then the twin as well, takes each batch in microbatches.
         uncut: Words in the names of the matrices that are whole on every rank; all others must be cut.
-        options: The other fields of the plan.
+        criterion: Loss of an output and labels.
+        batches: See `Task`.
+        plugin: See `Run`. Default: one for the plan.
+        context: See `Task`.
+        options: Other fields of the run.
     """
-    model = build_plain(build, layout)
-    plan = Plan(layout=layout, **options)
+    buffers = Buffers(context, uncut)
     num_parts = 1 if plan.pipeline is None else plan.pipeline.num_microbatches
-    # The first rank trains the twin; on the others there is one to be told its values.
-    twins: list[nn.Module] = [] if dist.get_rank() == 0 else [copy.deepcopy(model).double()]
-    books: list[Ledger] = []
-
-    def loss_of_twin(twin: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
-        twins.append(twin)
-        # A microbatch is that of all replicas, each of which has a run of the batch.
-        sizes = (gpc.data_parallel_size, num_parts, -1)
-        x, y = (tensor.unflatten(0, sizes).transpose(0, 1).flatten(1, 2) for tensor in batch)
-        losses = [criterion(twin(part), labels) for part, labels in zip(x, y, strict=True)]
-        return torch.stack(losses).mean()
-
-    case = ParityCase(
-        build_model=lambda: model, build_optimizer=sgd, compute_loss=loss_of_twin, batches=batches
+    task = Task(
+        build=build,
+        batches=batches,
+        criterion=functools.partial(_same, criterion),
+        optimizer=sgd,
+        loss=functools.partial(_loss_of_twin, criterion, num_parts, buffers),
+        context=buffers,
     )
-    wrapped, optimizer = None, None
+    layout = plan.layout
+    num_ranks = layout.pipeline * (layout.data or 1) * layout.tensor
+    plugin = plugin or functools.partial(ByPlan, plan)
+    return Run(**{"task": task, "num_ranks": num_ranks, "plugin": plugin, "check": buffers.keep, **options})
 
-    def apply(model: nn.Module) -> Subject:
-        nonlocal wrapped, optimizer
-        own = sgd(model.parameters())
-        wrapped, optimizer = assemble(plan, model, own, mesh=gpc.mesh, device=torch.device("cpu"))
-        names = optimizer.param_names
-        for param, name in names.items():
+
+def _same(criterion: Criterion) -> Criterion:
+    return criterion
+
+
+def _loss_of_twin(
+    criterion: Criterion, num_parts: int, buffers: "Buffers", twin: nn.Module, batch: Batch
+) -> Tensor:
+    """Return the mean loss of microbatches, each of which is that of all replicas."""
+    buffers.twin = twin
+    sizes = (gpc.data_parallel_size, num_parts, -1)  # each replica has a run of the batch
+    x, y = (tensor.unflatten(0, sizes).transpose(0, 1).flatten(1, 2) for tensor in batch)
+    losses = [criterion(twin(part), labels) for part, labels in zip(x, y, strict=True)]
+    return torch.stack(losses).mean()
+
+
+class Buffers:
+    """Which matrices are cut, when a model is assembled; whether buffers are the twin's, at the end of a run.
+
+    Args:
+        context: Makes another context in which the run is made.
+        uncut: See `run_by_plan`.
+    """
+
+    def __init__(self, context: Callable[[], Any], uncut: tuple[str, ...]) -> None:
+        self._context, self._uncut = context, uncut
+        self._models: list[nn.Module] = []
+        self.twin: nn.Module | None = None
+
+    def __call__(self) -> "Buffers":
+        """Return the context of a run."""
+        return self
+
+    def keep(self, model: ModelWrapper) -> None:
+        """See `Run.check`."""
+        for name, param in model.unwrap().named_parameters():
             is_cut = (spec := spec_of(param)) is not None and bool(spec.axes)
-            assert param.dim() < 2 or is_cut != any(word in name for word in uncut), name
-        step = TrainingStep(wrapped, optimizer)
+            assert param.dim() < 2 or is_cut != any(word in name for word in self._uncut), name
+        self._models = [model.unwrap()]
 
-        def run(batch: tuple[Tensor, ...]) -> Tensor | None:
-            optimizer.zero_grad()
-            with ledger() as book:
-                if plan.pipeline is not None:
-                    loss = step.run_pipeline(batch[0], batch[1], criterion).loss
-                else:
-                    loss = criterion(step.forward(batch[0]), batch[1])
-                    step.backward(loss)
-            books.append(book)
-            step.step()
-            return loss
+    def __enter__(self) -> None:
+        self._stack = ExitStack()
+        self._stack.enter_context(self._context())
 
-        def parameters() -> dict[str, Tensor]:
-            for each in itertools.chain(twins[0].parameters(), twins[0].buffers()):
-                dist.broadcast(each.detach(), 0)
-            for name, buffer in wrapped.unwrap().named_buffers():
-                expected = twins[0].get_buffer(name)
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        self._stack.close()
+        if kind is None:  # the first rank has the twin
+            values: list[Any] = [None if self.twin is None else dict(self.twin.named_buffers())]
+            dist.broadcast_object_list(values)
+            for name, buffer in self._models[0].named_buffers():
+                expected = values[0][name]
                 torch.testing.assert_close(whole(buffer, buffer), expected, rtol=0, atol=1e-10, msg=name)
-            return {name: whole(param, param) for param, name in names.items()}
 
-        if isinstance(plan.data, ZeroReplicas):  # whose optimizer has slices
-            in_slices = subject_of(wrapped, optimizer, run)
-            return replace(in_slices, parameters=lambda: parameters() and in_slices.parameters())
-        return Subject(
-            step=run,
-            gradients=lambda: {
-                name: whole(param, param.grad) for param, name in names.items() if param.grad is not None
-            },
-            parameters=parameters,
-        )
 
-    losses = check_parity(case, apply, **slice_of_batch())
-    assert len(set(losses)) == len(losses)
-    return Trained(wrapped, twins[0], books[0])
+def first_step(run: Run) -> tuple[nn.Module, Ledger]:
+    """Return the model after a forward and backward, and their collectives."""
+    task, plugin = run.task, run.plugin()
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(SEED)
+    model = task.build()
+    colossalai.launch_from_torch({}, verbose=False)
+    booster = Booster(plugin=plugin)
+    boosted, optimizer, *_ = booster.boost(model, task.optimizer(model.parameters()))
+    part, num_parts = gpc.mesh.axis_rank("dp"), gpc.data_parallel_size
+    x, labels = (tensor.chunk(num_parts)[part] for tensor in task.batches()[0])
+    with ledger() as book:
+        booster.backward(task.criterion()(boosted(x.double()), labels), optimizer)
+    return boosted.unwrap(), book

@@ -14,14 +14,13 @@ from colossalai.nn.parallel import Bucketed, FullySharded
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.shardformer import follow_batches_once, sync_batch_norms
+from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
-from tests.shardformer.by_plan import images, train
+from tests.shardformer.by_plan import first_step, run_by_plan
 from tests.tiers import further
-from tests.turns import each_in_turn, grouped
 
 DP = Layout(data=2)
 PP_DP = Layout(pipeline=2, data=2)
-ALL = ("",)  # matrices are whole
 
 
 def resnet() -> nn.Module:
@@ -30,47 +29,48 @@ def resnet() -> nn.Module:
 
 def in_stages(schedule):
     options = PipelineOptions(num_microbatches=2, partition="balanced", schedule=schedule)
-    return {"pipeline": options, "data": Bucketed()}
+    return {"layout": PP_DP, "pipeline": options, "data": Bucketed()}
 
 
-def train_resnet(layout, options):
-    loss = nn.functional.cross_entropy
-    trained = train(resnet, loss, images(), layout=layout, uncut=ALL, sync_batch_norm=True, **options)
-    statistics = {name: each.tolist() for name, each in trained.model.unwrap().named_buffers()}
-    book = trained.book
-    gpc.destroy()
+def synchronized(**options) -> Run:
+    """Return a run of a ResNet whose norms have the statistics of all replicas."""
+    return run_by_plan(resnet, Plan(**{"layout": DP, "sync_batch_norm": True, **options}), "")
+
+
+def statistics_of_a_step():
+    model, book = first_step(synchronized())
+    statistics = {name: each.tolist() for name, each in model.named_buffers()}
     return (
         statistics,
-        {op: book.count(op, "dp") for op in ("all_gather", "all_reduce")},
+        [book.count(op, "dp") for op in ("all_gather", "all_reduce")],
         book.num_bytes("all_gather", "dp"),
     )
 
 
 @pytest.mark.dist
-def test_a_resnet_and_its_collectives():
-    (statistics, counts, num_bytes), (others, _, _) = run_ranks(train_resnet, 2, DP, {})
+def test_the_collectives_of_a_resnet():
+    (statistics, counts, num_bytes), (others, _, _) = run_ranks(statistics_of_a_step, 2)
     assert statistics == others  # the same bits
-    assert counts == {"all_gather": 6, "all_reduce": 6}  # stem, two blocks of two, shortcut
+    assert counts == [6, 6]  # stem, two blocks of two, shortcut
     assert num_bytes == 8 * sum(2 * channels + 1 for channels in (4, 4, 4, 8, 8, 8))  # to one other rank
 
 
-CELLS = [
-    further(2, DP, {"recompute": ["blocks.0", "blocks.1"]}),  # test_a_recomputed_batch_is_followed_once
-    (2, DP, {"data": FullySharded()}),
-    (4, PP_DP, in_stages("1f1b")),
-    further(2, DP, {"compile": {"backend": "eager"}}),
-    further(2, DP, {"compile": {"backend": "eager"}, "recompute": True}),
-    further(4, PP_DP, in_stages("zb-h1")),
-    further(4, PP_DP, {**in_stages("1f1b"), "recompute": True}),
+RUNS = [
+    synchronized(),
+    synchronized(data=FullySharded()),
+    synchronized(**in_stages("1f1b")),
+    further(synchronized(recompute=["blocks.0", "blocks.1"])),  # test_a_recomputed_batch_is_followed_once
+    further(synchronized(compile={"backend": "eager"})),
+    further(synchronized(compile={"backend": "eager"}, recompute=True)),
+    further(synchronized(**in_stages("zb-h1"))),
+    further(synchronized(**in_stages("1f1b"), recompute=True)),
 ]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda num_ranks, *_: num_ranks))
-def test_a_resnet_beside_other_methods(num_ranks, cells):
-    for of_rank in run_ranks(each_in_turn, num_ranks, train_resnet, [cell for _, *cell in cells]):
-        for _, counts, _ in of_rank:
-            assert counts["all_gather"] > 0
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(RUNS))
+def test_runs_are_one_process(num_ranks, runs):
+    check_runs(num_ranks, runs)
 
 
 NORMS = [

@@ -1,6 +1,8 @@
 """Convolutions and norms cut by channels, by a plan, train as on one process; what is cut and what is not."""
 
 import copy
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,11 +18,10 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.shardformer import Rule, shard_model
 from colossalai.tensor import PaddedSpec, spec_of
-from tests.parity.training import whole
+from tests.parity.training import SEED, Run, check_runs, grouped_runs, whole
 from tests.ranks import run_ranks
-from tests.shardformer.by_plan import build_plain, images, train
+from tests.shardformer.by_plan import build_plain, first_step, images, run_by_plan
 from tests.tiers import further
-from tests.turns import each_in_turn
 
 TP = Layout(tensor=2, mode="1d")
 BY_FOUR = Layout(tensor=4, mode="1d")
@@ -30,7 +31,6 @@ STAGES = PipelineOptions(num_microbatches=2, partition="balanced")
 
 BLOCK = Rule(columns=("conv1",), channel_norms=("norm1",), rows=("conv2",), outside=("norm2", "shortcut"))
 HEADS, SPLITS = Rule(heads=("classifier",)), Rule(splits=("classifier",))
-UNCUT = ("stem", "shortcut")
 
 
 def resnet() -> nn.Module:
@@ -42,33 +42,22 @@ def cuts_of(classifier: Rule) -> dict[str, Rule]:
     return {"blocks.0": BLOCK, "blocks.1": BLOCK, "": classifier}
 
 
-def train_resnet(layout, classifier, options):
-    loss = nn.functional.cross_entropy
-    cuts = cuts_of(classifier)
-    trained = train(resnet, loss, images(), layout=layout, uncut=UNCUT, cuts=cuts, **options)
-    book = trained.book
-    gpc.destroy()
+def cut_by_channels(classifier, **options) -> Run:
+    """Return a run of a ResNet whose blocks and classifier are cut."""
+    plan = Plan(**{"layout": TP, "cuts": cuts_of(classifier), **options})
+    return run_by_plan(resnet, plan, "stem", "shortcut")
+
+
+def count_collectives():
+    _, book = first_step(cut_by_channels(HEADS))
     return {(entry.op, entry.axis): book.count(entry.op, entry.axis) for entry in book.entries}
 
 
 @pytest.mark.dist
-def test_a_resnet_and_its_collectives():
-    counts, _ = run_ranks(train_resnet, 2, TP, HEADS, {})
+def test_the_collectives_of_a_resnet():
+    counts, _ = run_ranks(count_collectives, 2)
     # A block sums behind its row, and in the backward the gradient before its column; so does the head.
     assert counts == {("all_reduce", "tp"): 2 * 2 + 1, ("all_gather", "tp"): 1}
-
-
-CELLS = [
-    (PP_TP, SPLITS, {"pipeline": STAGES, "data": Bucketed()}),
-    (DP_TP, SPLITS, {"sync_batch_norm": True}),
-    (BY_FOUR, SPLITS, {"recompute": ["blocks.1"]}),
-]
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("cells", [CELLS[:1], further(CELLS[1:])])
-def test_a_resnet_beside_other_methods(cells):
-    run_ranks(each_in_turn, 4, train_resnet, cells)
 
 
 class Mixed(nn.Module):
@@ -107,32 +96,50 @@ MIXED = Rule(
 )
 
 
-def train_mixed(num_dims):
-    sizes = (8, 3, *[4] * num_dims)
+def mixed(num_dims: int) -> Run:
+    """Return a run of every kind of cut."""
+    build = partial(Mixed, num_dims)
+    plan = Plan(layout=TP, cuts={"": MIXED})
+    run = run_by_plan(build, plan, "last", batches=partial(signals, num_dims))
+    return replace(run, check=partial(check_without_a_batch, build, run.check))
+
+
+def signals(num_dims):
     generator = torch.Generator().manual_seed(1)
-    batches = [
-        (torch.randn(sizes, generator=generator), torch.randint(5, (8,), generator=generator))
+    return [
+        (
+            torch.randn((8, 3, *[4] * num_dims), generator=generator),
+            torch.randint(5, (8,), generator=generator),
+        )
         for _ in range(3)
     ]
-    loss = nn.functional.cross_entropy
-    options = {"layout": TP, "uncut": ("last",), "cuts": {"": MIXED}}
-    trained = train(lambda: Mixed(num_dims), loss, batches, **options)
-    model, twin = trained.model.unwrap(), trained.twin
-    x = torch.randn(3, *[4] * num_dims, dtype=torch.float64, generator=generator)  # without a batch
-    for found, expected in (
-        (model.down(model.up(x)), twin.down(twin.up(x))),
-        (
-            model.fewer(model.last(model.head(x[:1].expand(6, *[-1] * num_dims)))),
-            twin.fewer(twin.last(twin.head(x[:1].expand(6, *[-1] * num_dims)))),
-        ),
-    ):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
-    gpc.destroy()
+
+
+def check_without_a_batch(build, check, wrapped):
+    """Compare layers with those of the twin, which has the same start, over a sample without a batch."""
+    check(wrapped)
+    torch.manual_seed(SEED)
+    model, twin = wrapped.unwrap(), build()
+    x = signals(model.up.weight.dim() - 2)[0][0][0]
+    six = x[:1].expand(6, *x.shape[1:])
+    torch.testing.assert_close(model.down(model.up(x)), twin.down(twin.up(x)), rtol=0, atol=1e-10)
+    found, expected = (each.fewer(each.last(each.head(six))) for each in (model, twin))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+RUNS = [
+    cut_by_channels(HEADS),
+    *(mixed(num_dims) for num_dims in (1, 2, 3)),
+    cut_by_channels(SPLITS, layout=PP_TP, pipeline=STAGES, data=Bucketed()),
+    further(cut_by_channels(SPLITS, layout=DP_TP, sync_batch_norm=True)),
+    further(cut_by_channels(SPLITS, layout=BY_FOUR, recompute=["blocks.1"])),
+]
 
 
 @pytest.mark.dist
-def test_every_kind_of_cut():
-    run_ranks(each_in_turn, 2, train_mixed, [(num_dims,) for num_dims in (1, 2, 3)])
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(RUNS))
+def test_runs_are_one_process(num_ranks, runs):
+    check_runs(num_ranks, runs)
 
 
 def outputs_of(path, layout, saves):

@@ -10,11 +10,8 @@ from torch import nn
 
 from colossalai.nn.loss import MISSING_LOGITS, MissingLogitsError
 from colossalai.shardformer import Rule, fuse_losses, register_rule
-from tests.parity.test_fused_loss import PIPELINE, TENSOR, train_all
-from tests.ranks import run_ranks
 from tests.shardformer.models import (
     VOCAB,
-    gemma,
     gemma2,
     gemma3,
     glm4,
@@ -179,37 +176,3 @@ def test_a_rule_of_the_user(batch: Any) -> None:
     wanted = model(ids, labels)
     assert fuse_losses(model) == 1
     torch.testing.assert_close(model(ids, labels), wanted)
-
-
-CELLS: dict[str, dict[str, Any]] = {
-    "tensor 1d, recomputed": {"parallel": {"tensor": TENSOR}, "recompute": True},
-    "pipeline": {"parallel": {"pipeline": PIPELINE}, "NUM_MICRO_BATCHES": 4},
-}
-FURTHER: dict[str, dict[str, Any]] = {
-    "data parallel, accumulated": {"gradient_accumulation": 2},
-    "ZeRO 1": {"zero": {"stage": 1}},
-    "ZeRO 3": {"zero": {"stage": 3}},
-}
-FOUR_RANKS: dict[str, dict[str, Any]] = {
-    "tensor 1d and a pipeline": {
-        "parallel": {"tensor": TENSOR, "pipeline": PIPELINE | {"schedule": "zb-h1"}},
-        "NUM_MICRO_BATCHES": 4,
-    },
-    "tensor 1d and ZeRO 3": {"parallel": {"tensor": TENSOR}, "zero": {"stage": 3}},
-}
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize(
-    ("build", "num_ranks", "cells"),
-    [
-        (gpt2, 2, CELLS),
-        pytest.param(gpt2, 2, FURTHER, marks=pytest.mark.long),
-        pytest.param(llama, 2, CELLS | FURTHER, marks=pytest.mark.long),
-        (gemma, 2, {"by a plan": {"parallel": {"tensor": TENSOR}}}),
-        pytest.param(gpt2, 4, FOUR_RANKS, marks=pytest.mark.long),
-    ],
-)
-def test_three_steps(build: Any, num_ranks: int, cells: dict[str, dict[str, Any]]) -> None:
-    losses = run_ranks(train_all, num_ranks, [*cells.values()], build, VOCAB)
-    assert all(len(set(of_cell)) == 3 for of_cell in losses[0])

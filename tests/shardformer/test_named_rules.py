@@ -17,10 +17,10 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.shardformer import NamedRules, Rule, check_shards, register_rule, shard_model
 from colossalai.tensor import spec_of
+from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
-from tests.shardformer.by_plan import build_plain, images, train
+from tests.shardformer.by_plan import build_plain, run_by_plan
 from tests.tiers import further
-from tests.turns import each_in_turn, grouped
 
 TP = Layout(tensor=2, mode="1d")
 DP_TP = Layout(data=2, tensor=2, mode="1d")
@@ -91,13 +91,18 @@ def next_token_loss(output, labels):
     return masked_loss(output.logits, labels)
 
 
+def masked_loss(logits, labels):
+    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def zoo_loss(logits, labels):
+    """The loss of the zoo is built for the mode that is in force: after the launch, and for none."""
+    return GPTLMLoss()(logits, labels)
+
+
 def ids():
     tokens = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
     return [(part, part) for part in tokens]
-
-
-def masked_loss(logits, labels):
-    return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 def perceptron() -> nn.Module:
@@ -105,18 +110,6 @@ def perceptron() -> nn.Module:
 
 
 PERCEPTRON_CUTS = {"1": Rule(heads=("0",)), "": Rule(heads=("2",))}
-
-
-def train_by_name(build, cuts, uncut, layout, options):
-    batches = images() if build in (perceptron, vit) else ids()
-    # The loss of the zoo is built for the mode that is in force: after the launch, and for none.
-    of_zoo = dict.fromkeys((gpt, deep_gpt), lambda *args: GPTLMLoss()(*args))
-    losses = {**of_zoo, bert: masked_loss, gpt2: next_token_loss}
-    criterion = losses.get(build, nn.functional.cross_entropy)
-    train(build, criterion, batches, layout=layout, uncut=uncut, cuts=cuts, **options)
-    gpc.destroy()
-
-
 IN_STAGES = {"pipeline": PipelineOptions(num_microbatches=2, partition="balanced"), "data": Bucketed()}
 IN_CHUNKS = {
     "pipeline": PipelineOptions(num_microbatches=2, partition="balanced", schedule="zb-v"),
@@ -124,30 +117,38 @@ IN_CHUNKS = {
 }
 
 
-CELLS = [
-    (2, perceptron, PERCEPTRON_CUTS, (), TP, {}),
-    (2, gpt, GPT_CUTS, ("positions",), TP, {}),
-    further(2, bert, BERT_CUTS, ("positions",), TP, {}),
-    (2, vit, VIT_CUTS, ("embedding",), TP, {}),
+def of_tokens(build, cuts, *uncut, layout=TP, criterion=zoo_loss, **options) -> Run:
+    """Return a run of a language model whose modules are cut by name."""
+    plan = Plan(layout=layout, cuts=cuts, **options)
+    return run_by_plan(build, plan, *uncut, criterion=criterion, batches=ids)
+
+
+RUNS = [
+    run_by_plan(perceptron, Plan(layout=TP, cuts=PERCEPTRON_CUTS)),
+    run_by_plan(vit, Plan(layout=TP, cuts=VIT_CUTS), "embedding"),
+    of_tokens(gpt, GPT_CUTS, "positions"),
+    further(of_tokens(bert, BERT_CUTS, "positions", criterion=masked_loss)),
     further(
-        4, gpt, {"blocks.1.mlp": MLP}, ("embedding", "blocks.0", "attention"), DP_TP, {"recompute": True}
+        of_tokens(
+            gpt, {"blocks.1.mlp": MLP}, "embedding", "blocks.0", "attention", layout=DP_TP, recompute=True
+        )
     ),
-    (4, gpt, GPT_CUTS, ("positions",), PP_TP, IN_STAGES),
-    further(4, gpt, GPT_CUTS, ("positions",), Layout(tensor=4, mode="1d"), {}),
-    further(4, deep_gpt, DEEP_CUTS, ("positions",), PP_TP, IN_CHUNKS),
+    of_tokens(gpt, GPT_CUTS, "positions", layout=PP_TP, **IN_STAGES),
+    further(of_tokens(gpt, GPT_CUTS, "positions", layout=Layout(tensor=4, mode="1d"))),
+    further(of_tokens(deep_gpt, DEEP_CUTS, "positions", layout=PP_TP, **IN_CHUNKS)),
 ]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("num_ranks", "cells"), grouped(CELLS, lambda num_ranks, *_: num_ranks))
-def test_three_steps(num_ranks, cells):
-    run_ranks(each_in_turn, num_ranks, train_by_name, [cell for _, *cell in cells])
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(RUNS))
+def test_runs_are_one_process(num_ranks, runs):
+    check_runs(num_ranks, runs)
 
 
 @pytest.mark.dist
-def test_three_steps_of_a_model_of_transformers():
+def test_a_model_of_transformers_is_one_process():
     pytest.importorskip("transformers")
-    run_ranks(train_by_name, 2, gpt2, GPT2_CUTS, ("wpe",), TP, {})
+    check_runs(2, [(of_tokens(gpt2, GPT2_CUTS, "wpe", criterion=next_token_loss),)])
 
 
 def with_dropout():

@@ -15,12 +15,12 @@ from colossalai.context import random_state, set_random_state
 from colossalai.shardformer import has_experts, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
 from tests.parity.test_recomputed_dropout import gradients, largest_difference
-from tests.shardformer import models, test_experts, test_parity
+from tests.parity.training import train
+from tests.shardformer import models, test_experts
 from tests.shardformer.models import VOCAB, language_loss, planned
-from tests.shardformer.test_parity import PATCHES
+from tests.shardformer.table import CUT, PATCHES, transformer
 
 RATE = 0.3
-TENSOR = {"parallel": {"tensor": test_parity.TENSOR}}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def recomputed(build: Callable[[], nn.Module]) -> None:
     One process draws other masks, so that it cannot be compared with.
     """
     torch.set_default_dtype(torch.float64)
-    colossalai.launch_from_torch(TENSOR, verbose=False)
+    colossalai.launch_from_torch(CUT, verbose=False)
     torch.manual_seed(0)
     model = with_dropout(build())
     inner: Any = next(part for part in model.modules() if hasattr(part, "gradient_checkpointing_enable"))
@@ -133,7 +133,7 @@ def run(column: str, label: str) -> str:
             return "-"
         test_experts.train(family.build, {}, 2)
     elif column == "tp":
-        test_parity.train(family.build, {}, family.uncut)
+        train(transformer(family.build, 2, *family.uncut))
     else:
         recomputed(family.build)
     return "equal"

@@ -1,0 +1,182 @@
+"""The parity table of transformers: rows whose models are cut, alone and beside other methods.
+
+Each family on two ranks, without other methods: in tests/verdicts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.tensor import spec_of
+from tests.parity.table import MODES, stages
+from tests.parity.training import Batch, Run, Task
+from tests.shardformer.models import (
+    VOCAB,
+    InDouble,
+    apertus,
+    bert,
+    bloom,
+    cohere,
+    doge,
+    gated_t5,
+    gemma,
+    gemma2,
+    gemma3,
+    glm4,
+    gpt2,
+    gpt2_of_four_blocks,
+    gpt_neox,
+    language_loss,
+    llama,
+    olmo2,
+    phi,
+    phi3,
+    qwen3,
+    vit,
+    wide_opt,
+)
+from tests.tiers import further
+from tests.zero.training import Warm
+
+Build = Callable[[], nn.Module]
+ADAMW = partial(torch.optim.AdamW, lr=0.01)
+PATCHES = ("embeddings", "classifier")
+
+
+def transformer(
+    build: Build,
+    num_ranks: int,
+    *uncut: str,
+    mode: str = "1d",
+    optimizer: Callable[..., torch.optim.Optimizer] = ADAMW,
+    **config: Any,
+) -> Run:
+    """Return a run of a model whose layers tensor-parallel ranks share.
+
+    Args:
+        build: Returns the model.
+        num_ranks: How many ranks there are.
+        uncut: Words in the names of the matrices that are whole on every rank; all others must be cut.
+        mode: Key of `MODES`.
+        optimizer: Makes the optimizer of parameters.
+        config: The rest of the config.
+    """
+    return Run(
+        task=Task(
+            build=build,
+            batches=_next_tokens,
+            criterion=_language_criterion,
+            optimizer=optimizer,
+            context=InDouble,  # which a recomputation does not see
+        ),
+        num_ranks=num_ranks,
+        config={**config, "parallel": {"tensor": MODES[mode], **config.get("parallel", {})}},
+        max_norm=0.5,
+        check=partial(_check_cuts, uncut),
+    )
+
+
+def _next_tokens() -> list[Batch]:
+    ids = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
+    return [(part, part.roll(-1, dims=1)) for part in ids]
+
+
+def _language_criterion() -> Callable[..., Tensor]:
+    return language_loss
+
+
+def _check_cuts(uncut: tuple[str, ...], model: Any) -> None:
+    matrices = {name: param for name, param in model.unwrap().named_parameters() if param.dim() > 1}
+    whole = [name for name, param in matrices.items() if spec_of(param) is None]
+    assert not [name for name in whole if not any(word in name for word in uncut)]
+
+
+def in_stages(build: Build, schedule: str) -> Run:
+    """Return a run of a model in a pipeline of two stages, whose layers two ranks share."""
+    return transformer(build, 4, "wpe", "embeddings", "predictions", **stages(2, schedule))
+
+
+AGAIN = {"recompute": True}
+ZERO_3 = {"zero": {"stage": 3}}
+
+TRANSFORMERS = [
+    transformer(gpt2, 2, "wpe", **AGAIN),
+    further(transformer(gpt2, 4, "wpe", zero={"stage": 2})),
+    further(transformer(gpt2, 4, "wpe", **ZERO_3)),
+    # Each rank has the slices of the states that belong to its parameters, also of a padded vocabulary.
+    transformer(gpt2, 2, "wpe", optimizer=Warm),
+    further(transformer(llama, 4, **ZERO_3)),
+    further(transformer(wide_opt, 4, "embed_positions", mode="1d-4")),
+    further(transformer(vit, 4, *PATCHES, mode="1d-4")),
+    *(further(transformer(build, 4, mode="1d-4")) for build in (gated_t5, bloom, gpt_neox, phi)),
+    further(transformer(bloom, 2, **AGAIN)),
+    further(transformer(bloom, 4, **ZERO_3)),
+    # By the plans of the models:
+    further(transformer(qwen3, 4)),
+    transformer(qwen3, 2, **AGAIN),
+    further(transformer(qwen3, 4, **ZERO_3)),
+    *(
+        further(transformer(build, 4, mode="1d-4"))
+        for build in (qwen3, gemma, gemma2, gemma3, phi3, olmo2, glm4)
+    ),
+    # By rules for what plans leave out inside a cut region:
+    *(further(transformer(build, 4, "embed_tokens", mode="1d-4")) for build in (apertus, doge)),
+    further(transformer(cohere, 4, mode="1d-4")),
+    in_stages(gemma3, "zb-h1"),  # of a plan; the embedding and the head are tied
+    further(in_stages(gpt2_of_four_blocks, "zb-v")),
+    *(further(in_stages(build, "1f1b")) for build in (gpt2, bert, gemma3, bloom, phi)),
+    *(further(in_stages(build, "zb-h1")) for build in (llama, gpt_neox)),
+]
+
+
+def with_fused_loss(build: Build, num_ranks: int, accumulation: int = 1, **config: Any) -> Run:
+    """Return a run of a causal model whose loss is in chunks; the twin's is over whole logits."""
+    return Run(
+        task=Task(
+            build=build,
+            batches=_some_labels,
+            criterion=None,
+            optimizer=ADAMW,
+            loss=_whole_loss,
+        ),
+        num_ranks=num_ranks,
+        config={"fused_loss": True, **config},
+        accumulation=accumulation,
+        max_norm=0.5,
+    )
+
+
+def _some_labels() -> list[Batch]:
+    ids = torch.randint(VOCAB, (3, 16, 8), generator=torch.Generator().manual_seed(1))
+    labels = ids.clone()
+    labels[:, :, 2] = -100  # as many on each rank and in each microbatch
+    return [*zip(ids, labels, strict=True)]
+
+
+def _whole_loss(model: nn.Module, batch: Batch) -> Tensor:
+    ids, labels = batch
+    return nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+CUT = {"parallel": {"tensor": MODES["1d"]}}
+FUSED_LOSS = [
+    with_fused_loss(gpt2, 2, **CUT, **AGAIN),
+    with_fused_loss(gpt2, 2, **stages(2)),
+    with_fused_loss(gemma, 2, **CUT),  # by a plan
+    further(with_fused_loss(llama, 2, **CUT, **AGAIN)),
+    further(with_fused_loss(llama, 2, **stages(2))),
+    *(
+        further(run)
+        for build in (gpt2, llama)
+        for run in (
+            with_fused_loss(build, 2, accumulation=2),
+            with_fused_loss(build, 2, zero={"stage": 1}),
+            with_fused_loss(build, 2, **ZERO_3),
+        )
+    ),
+    further(with_fused_loss(gpt2, 4, **stages(2, "zb-h1", tensor=MODES["1d"]))),
+    further(with_fused_loss(gpt2, 4, **CUT, **ZERO_3)),
+]
