@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from tests.shardformer.models import (
     llama,
     mistral,
     opt,
+    phi,
     phi3,
+    planned,
     qwen2,
     qwen3,
 )
@@ -27,29 +30,8 @@ from tests.shardformer.models import (
 pytest.importorskip("transformers")
 
 
-def phi() -> nn.Module:
-    """Return a Phi, whose head has a bias."""
-    from transformers import PhiConfig, PhiForCausalLM
-
-    return PhiForCausalLM(PhiConfig(**_SIZES, resid_pdrop=0.0))
-
-
-def mixtral() -> nn.Module:
-    """Return a Mixtral, whose loss has another term, and a rule for its loss only."""
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    sizes = {"num_local_experts": 2, "num_key_value_heads": 2, "output_router_logits": True}
-    return MixtralForCausalLM(MixtralConfig(**_SIZES, **sizes))
-
-
-_SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 8,
-    "intermediate_size": 12,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 8,
-}
+mixtral = partial(planned, "Mixtral", num_local_experts=2, output_router_logits=True)
+"""The loss has another term; there is a rule for the loss only."""
 
 
 @pytest.fixture

@@ -15,6 +15,10 @@ from colossalai.model_zoo.bert import Bert, BertConfig
 from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.model_zoo.resnet import ResNet
 from colossalai.model_zoo.vit import ViT, ViTConfig
+from tests.shardformer.models import bert as bert_of_transformers
+from tests.shardformer.models import gpt2_of_four_blocks as gpt2
+from tests.shardformer.models import llama
+from tests.shardformer.models import mixtral_of_eight as mixtral
 
 VOCAB, LENGTH, NUM_CLASSES = 24, 6, 4
 SIZES = {"hidden_size": 16, "num_layers": 4, "num_attention_heads": 4}
@@ -45,38 +49,20 @@ def resnet() -> nn.Module:
     return ResNet((1, 1), num_classes=NUM_CLASSES, small_input=True, width=8)
 
 
-def gpt2() -> nn.Module:
-    from tests.shardformer import models
-
-    return models.gpt2_of_four_blocks()
-
-
-def llama() -> nn.Module:
-    from tests.shardformer import models
-
-    return models.llama()
-
-
-def bert_of_transformers() -> nn.Module:
-    from tests.shardformer import models
-
-    return models.bert()
-
-
-def mixtral() -> nn.Module:
-    from tests.shardformer import models
-
-    return models.mixtral_of_eight()
-
-
 def _masked_loss(output: Any, labels: Tensor) -> Tensor:
     logits = output if isinstance(output, Tensor) else output.logits
     return nn.functional.cross_entropy(logits.flatten(0, -2), labels.flatten())
 
 
+def _zoo_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """The loss of the zoo is built for the mode that is in force."""
+    loss: Tensor = GPTLMLoss()(logits, labels)
+    return loss
+
+
 LOSSES: dict[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]] = {
-    gpt: lambda *given: GPTLMLoss()(*given),
-    gpt_of_a_frozen_half: lambda *given: GPTLMLoss()(*given),
+    gpt: _zoo_loss,
+    gpt_of_a_frozen_half: _zoo_loss,
     bert: _masked_loss,
     bert_of_transformers: _masked_loss,
     gpt2: _masked_loss,

@@ -1,12 +1,14 @@
 """A plan in a config: `initialize` trains by it as Booster and one process do; others are refused."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import colossalai
@@ -18,25 +20,22 @@ from colossalai.context._features import check_config
 from colossalai.core import global_context as gpc
 from colossalai.engine.schedule import PipelineSchedule
 from colossalai.model_zoo.gpt import GPT, GPTConfig
-from colossalai.runtime import ModelWrapper, Plan, parameter_shapes, refuse_other_model
+from colossalai.runtime import Plan, parameter_shapes, refuse_other_model
 from tests.auto_parallel.plan.models import (
     LENGTH,
-    LOSSES,
     SIZES,
     VOCAB,
     arguments_of,
-    batches_of,
     gpt,
     resnet,
     slow_machine,
 )
-from tests.parity.training import whole
+from tests.auto_parallel.plan.test_plan_parity import FAST, SLOW, run_of
+from tests.parity.tasks import rebuilt
+from tests.parity.training import check_runs
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import sgd
 from tests.tiers import further
-
-FAST, SLOW = 1e9, 1e5  # bytes a second of links; with slow ones gradients are not worth sending
-Trained = tuple[list[Tensor], dict[str, Tensor]]
 
 
 def save_plan(
@@ -62,86 +61,6 @@ def built(build: Callable[[], nn.Module]) -> nn.Module:
     return build().double()
 
 
-def batches(build: Callable[[], nn.Module], batch: int) -> list[tuple[Tensor, Tensor]]:
-    found = batches_of(build, batch)
-    return [(x.double() if x.is_floating_point() else x, y) for x, y in found]
-
-
-def own_part(each: Tensor) -> Tensor:
-    """Return what this replica sees of a batch."""
-    return each.chunk(gpc.mesh.axis_size("dp"))[gpc.mesh.axis_rank("dp")]
-
-
-def trained(
-    build: Callable[[], nn.Module], batch: int, model: ModelWrapper, step: Callable[..., Tensor]
-) -> Trained:
-    losses = [step(own_part(x), own_part(y)).detach() for x, y in batches(build, batch)]
-    params = {name: whole(param, param).detach() for name, param in model.unwrap().named_parameters()}
-    mean = torch.stack(losses)
-    torch.distributed.all_reduce(mean, group=gpc.mesh.group("dp"))
-    mean /= gpc.mesh.axis_size("dp")
-    gpc.destroy()
-    return [*mean], params
-
-
-def by_config(build: Callable[[], nn.Module], batch: int, path: str) -> Trained:
-    """The model is built after the launch, which has laid the mesh out, as scripts with a config do it."""
-    colossalai.launch_from_torch({"auto": {"plan": path}}, verbose=False)
-    assert gpc.mesh.world_size == load_plan(path).world_size
-    model = built(build)
-    engine, _, _, _ = colossalai.initialize(model, sgd(model.parameters()), LOSSES[build], verbose=False)
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        engine.zero_grad()
-        _, _, loss = engine.execute_schedule(iter([(x, y)]), return_loss=True)
-        engine.step()
-        return loss
-
-    return trained(build, batch, engine.model, step)
-
-
-def by_booster(build: Callable[[], nn.Module], batch: int, path: str) -> Trained:
-    colossalai.launch_from_torch({}, verbose=False)
-    booster = Booster(plugin=AutoPlugin(plan=path))
-    model = built(build)  # after the mesh was laid out, here too
-    model, optimizer, criterion, _, _ = booster.boost(model, sgd(model.parameters()), LOSSES[build])
-
-    def step(x: Tensor, y: Tensor) -> Tensor:
-        optimizer.zero_grad()
-        if gpc.mesh.axis_size("pp") > 1:
-            loss = booster.execute_pipeline(iter([(x, y)]), model, criterion, optimizer)["loss"]
-        else:
-            loss = criterion(model(x), y)
-            booster.backward(loss, optimizer)
-        optimizer.step()
-        return loss
-
-    return trained(build, batch, model, step)
-
-
-def by_one_process(build: Callable[[], nn.Module], batch: int) -> Trained:
-    model = built(build)
-    optimizer, losses = sgd(model.parameters()), []
-    for x, y in batches(build, batch):
-        optimizer.zero_grad()
-        loss = LOSSES[build](model(x), y)
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.detach())
-    return losses, dict(model.named_parameters(remove_duplicate=False))  # a stage knows one of the names
-
-
-def train_three_ways(build: Callable[[], nn.Module], batch: int, path: str) -> str:
-    expected_losses, expected = by_one_process(build, batch)
-    for door in (by_config, by_booster):
-        losses, params = door(build, batch, path)
-        torch.testing.assert_close(losses, expected_losses, rtol=0, atol=1e-12)
-        assert params
-        for name, param in params.items():
-            torch.testing.assert_close(param, expected[name], rtol=0, atol=1e-12, msg=f"{door}: {name}")
-    return str(load_plan(path).setting)
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("build", "batch", "links", "expected"),
@@ -157,8 +76,12 @@ def test_three_steps_by_config_by_booster_and_alone(
     build: Callable[[], nn.Module], batch: int, links: float, expected: str, tmp_path: Path
 ) -> None:
     path = save_plan(tmp_path, build, batch, links=links)
-    for setting in run_ranks(train_three_ways, 2, build, batch, path):
-        assert expected in setting
+    plan = load_plan(path)
+    assert expected in str(plan.setting)
+    run = run_of(plan, build, batch)
+    task = replace(run.task, place=rebuilt(build), tolerance=1e-12)
+    both_doors = replace(run, task=task, config={"auto": {"plan": path}}, plugin=partial(AutoPlugin, path))
+    check_runs(2, [(both_doors,)])
 
 
 def refusal(config: Mapping[str, Any]) -> str:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from colossalai.auto_parallel import AutoPlan, make_plan
 from tests.auto_parallel.plan.models import arguments_of, gpt, resnet, slow_machine
-from tests.auto_parallel.plan.test_plan_parity import FAST, plan_of, train_as_one_process
-from tests.ranks import run_ranks
+from tests.auto_parallel.plan.test_plan_parity import FAST, plan_of, run_of
+from tests.parity.training import check_runs
 from tests.tiers import further
 
 HOW = {"profile": slow_machine(), "optimizer": "momentum"}
@@ -171,4 +171,4 @@ def test_a_changed_plan_trains_as_one_process_does(
         name, cut, model=model, meta_args=given, profile=slow_machine(link_bytes_per_s=FAST)
     )
     assert plan.cuts[name] != changed.cuts[name] == cut
-    run_ranks(train_as_one_process, num_ranks, changed, build, batch)
+    check_runs(num_ranks, [(run_of(changed, build, batch),)])
