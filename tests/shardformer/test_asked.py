@@ -13,6 +13,7 @@ from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext, is_lazy
 from colossalai.tensor import spec_of
+from tests.launched import on_ranks
 from tests.ranks import run_ranks
 from tests.shardformer.models import VOCAB, InDouble, bert_decoder, gpt2, llama, t5, vit
 
@@ -22,10 +23,10 @@ pytestmark = pytest.mark.dist
 CONFIG = {"parallel": {"tensor": {"size": 2, "mode": "1d"}}}
 
 
-def attentions():
+@on_ranks(2, CONFIG)
+def test_attention_weights_are_those_of_all_heads():
     """The weights of all heads, where they are asked for, and nothing sent for them where they are not."""
     torch.set_default_dtype(torch.float64)
-    colossalai.launch_from_torch(CONFIG, verbose=False)
     ids = torch.arange(6).repeat(3, 1)
     for build in (gpt2, llama, bert_decoder):
         model = build(attn_implementation="eager")
@@ -52,17 +53,12 @@ def attentions():
         assert gathers == len(wanted.attentions) + len(wanted.get("cross_attentions") or ())
         assert plain.get("attentions") is None
         assert shapes[0] == shapes[2]
-    gpc.destroy()
 
 
-def test_attention_weights_are_those_of_all_heads():
-    run_ranks(attentions, 2)
-
-
-def attentions_of_other_kinds():
+@on_ranks(2, CONFIG)
+def test_attention_weights_of_other_kinds_of_models():
     """Those of an encoder and decoder, whose outputs have them behind a bias, and of images."""
     torch.set_default_dtype(torch.float64)
-    colossalai.launch_from_torch(CONFIG, verbose=False)
     ids = torch.randint(VOCAB, (3, 6), generator=torch.Generator().manual_seed(1))
     images = torch.randn(3, 1, 6, 6)
     given_of = {t5: {"input_ids": ids, "decoder_input_ids": ids[:, :4]}, vit: {"pixel_values": images}}
@@ -80,16 +76,11 @@ def attentions_of_other_kinds():
                 assert mine.shape[1] == 4
                 torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
         torch.testing.assert_close(found.logits, wanted.logits, rtol=0, atol=1e-12)
-    gpc.destroy()
 
 
-def test_attention_weights_of_other_kinds_of_models():
-    run_ranks(attentions_of_other_kinds, 2)
-
-
-def lazily():
+@on_ranks(2, CONFIG)
+def test_a_lazily_built_model_is_materialized_as_slices():
     """A model that was built lazily is materialized as slices, with the values of an eager one."""
-    colossalai.launch_from_torch(CONFIG, verbose=False)
     torch.manual_seed(3)
     eager = gpt2()
     torch.manual_seed(3)
@@ -107,11 +98,6 @@ def lazily():
     assert model.lm_head.weight is model.transformer.wte.weight
     ids = torch.arange(6)[None]
     torch.testing.assert_close(engine(ids).logits, eager(ids).logits)
-    gpc.destroy()
-
-
-def test_a_lazily_built_model_is_materialized_as_slices():
-    run_ranks(lazily, 2)
 
 
 def lazy_stage():

@@ -14,6 +14,7 @@ from colossalai.nn.parallel import Bucketed, FullySharded
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.shardformer import follow_batches_once, sync_batch_norms
+from tests.launched import on_ranks
 from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import first_step, run_by_plan
@@ -82,9 +83,14 @@ NORMS = [
 ]
 
 
-def compare_kinds(num_own):
+def close(found, expected):
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("num_own", [2, 7])  # 7: the other rank has no samples
+@on_ranks(2)
+def test_kinds_of_batch_norms_over_uneven_parts(num_own):
     """Compare the outputs, gradients and statistics of norms over parts of unequal sizes with the whole's."""
-    colossalai.launch_from_torch({}, verbose=False)
     axis, rank = gpc.mesh.axis("dp"), gpc.mesh.axis_rank("dp")
     generator = torch.Generator().manual_seed(1)
     for kind, (num_samples, *places) in NORMS:
@@ -116,22 +122,11 @@ def compare_kinds(num_own):
             close(grad, param.grad)
         x = torch.randn(num_samples, 3, *places, dtype=torch.float64, generator=generator)
         close(norm.eval()(x), twin.eval()(x))
-    gpc.destroy()
 
 
-def close(found, expected):
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("num_own", [2, 7])  # 7: the other rank has no samples
-def test_kinds_of_batch_norms_over_uneven_parts(num_own):
-    run_ranks(compare_kinds, 2, num_own)
-
-
-def in_sixteen_bits():
+@on_ranks(2)
+def test_statistics_of_sixteen_bits_are_of_thirty_two():
     """Statistics of bfloat16 are in float32, where a mean of 100 does not drown a deviation of 1."""
-    colossalai.launch_from_torch({}, verbose=False)
     axis, rank = gpc.mesh.axis("dp"), gpc.mesh.axis_rank("dp")
     model = nn.Sequential(nn.BatchNorm1d(3))
     twin = copy.deepcopy(model)
@@ -142,12 +137,6 @@ def in_sixteen_bits():
     expected = twin(x.float())
     torch.testing.assert_close(found.float(), expected.chunk(2)[rank], rtol=0.01, atol=0.01)
     torch.testing.assert_close(model[0].running_var, twin[0].running_var, rtol=1e-5, atol=0)
-    gpc.destroy()
-
-
-@pytest.mark.dist
-def test_statistics_of_sixteen_bits_are_of_thirty_two():
-    run_ranks(in_sixteen_bits, 2)
 
 
 class Own(nn.BatchNorm2d):

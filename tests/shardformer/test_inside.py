@@ -9,13 +9,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
-import colossalai
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, check_rule, check_shards, register_rule, rule_of, shard_model
 from colossalai.shardformer._layers import SumsGradients
 from colossalai.tensor import ShardingSpec, set_spec, spec_of
-from tests.ranks import run_ranks
+from tests.launched import on_ranks
 from tests.shardformer.models import apertus, cohere, doge, opt
 
 MESH = Mesh({"tp": 2}, rank=1)
@@ -207,9 +206,8 @@ class Heads(nn.Module):
         return (self.norm(x.unflatten(-1, (-1, 4))) * self.factor[:, None]).flatten(-2)
 
 
-def gradients_of_heads() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Return the gradients of one process, and those of two ranks, whole."""
-    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+@on_ranks(2, {"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+def test_gradients_of_parameters_below_head_norms_are_summed_and_of_cut_ones_are_not():
     torch.manual_seed(0)
     twin = nn.Sequential()
     for name, layer in (("up", nn.Linear(8, 8)), ("heads", Heads()), ("down", nn.Linear(8, 8))):
@@ -225,11 +223,5 @@ def gradients_of_heads() -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         name: param.grad if (spec := specs[name]) is None else spec.whole(param.grad)
         for name, param in model.named_parameters()
     }
-    gpc.destroy()
-    return {name: param.grad for name, param in twin.named_parameters()}, found
-
-
-@pytest.mark.dist
-def test_gradients_of_parameters_below_head_norms_are_summed_and_of_cut_ones_are_not():
-    for expected, found in run_ranks(gradients_of_heads, 2):
-        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    expected = {name: param.grad for name, param in twin.named_parameters()}
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)

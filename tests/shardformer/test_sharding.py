@@ -27,6 +27,7 @@ from colossalai.shardformer import (
 from colossalai.shardformer._layers import TakesOwnHeads
 from colossalai.shardformer._registry import RuleRegistry
 from colossalai.tensor import spec_of
+from tests.launched import on_ranks
 from tests.ranks import run_ranks
 from tests.shardformer.models import VOCAB, bloom, cohere, doge_with_experts, gpt2, llama, mixtral_with_lora
 
@@ -321,8 +322,8 @@ def test_bytes_are_those_of_the_formula():
     assert run_ranks(bytes_of_a_step, 2) == [expected, expected]
 
 
-def refuse_a_stepped_optimizer():
-    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+@on_ranks(2, {"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+def test_an_optimizer_that_has_made_steps_is_refused():
     model = gpt2()
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.arange(6)[None]).logits.sum().backward()
@@ -330,24 +331,12 @@ def refuse_a_stepped_optimizer():
     with pytest.raises(ValueError, match="has made steps already, but this plan cuts the layers"):
         colossalai.initialize(model, optimizer, verbose=False)
     assert spec_of(model.lm_head.weight) is None
-    gpc.destroy()
 
 
-@pytest.mark.dist
-def test_an_optimizer_that_has_made_steps_is_refused():
-    run_ranks(refuse_a_stepped_optimizer, 2)
-
-
-def refuse_an_optimizer_of_wholes():
-    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "1d"}}}, verbose=False)
+@on_ranks(2, {"parallel": {"tensor": {"size": 2, "mode": "1d"}}})
+def test_an_optimizer_that_needs_whole_parameters_is_refused():
     model = gpt2()
     optimizer = torch.optim.Adafactor(model.parameters())
     with pytest.raises(ValueError, match=r"Adafactor holds transformer\.\S+, of which tensor or expert"):
         colossalai.initialize(model, optimizer, verbose=False)
     assert spec_of(model.lm_head.weight) is None
-    gpc.destroy()
-
-
-@pytest.mark.dist
-def test_an_optimizer_that_needs_whole_parameters_is_refused():
-    run_ranks(refuse_an_optimizer_of_wholes, 2)

@@ -17,6 +17,7 @@ from colossalai.core import global_context as gpc
 from colossalai.shardformer import Rule, can_shard, register_rule, shard_model
 from colossalai.shardformer._tp_plan import rules_of_plans
 from colossalai.tensor import spec_of
+from tests.launched import on_ranks
 from tests.ranks import run_ranks
 from tests.shardformer.models import (
     VOCAB,
@@ -265,9 +266,9 @@ class Halves(nn.Module):
         return self.both(torch.cat([self.left(x), self.right(x).tanh()], dim=-1))
 
 
-def in_halves() -> None:
+@on_ranks(2, TENSOR)
+def test_a_layer_of_two_halves_is_cut_by_halves():
     torch.set_default_dtype(torch.float64)
-    colossalai.launch_from_torch(TENSOR, verbose=False)
     torch.manual_seed(0)
     columns = {f"parts.mlp.{name}": "colwise" for name in ("left", "right")}
     packed = {"parts.mlp.gate_up": "packed_colwise", "parts.mlp.both": "packed_rowwise"}
@@ -284,12 +285,6 @@ def in_halves() -> None:
         whole = param.grad if spec is None else spec.whole(param.grad)
         torch.testing.assert_close(whole, theirs.grad, rtol=0, atol=1e-10, msg=name)
     assert tuple(model.parts["mlp"].both.weight.shape) == (8, 12)
-    gpc.destroy()
-
-
-@pytest.mark.dist
-def test_a_layer_of_two_halves_is_cut_by_halves():
-    run_ranks(in_halves, 2)
 
 
 @pytest.mark.unit

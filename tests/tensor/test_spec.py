@@ -5,7 +5,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import colossalai
 from colossalai.context import Mesh
 from colossalai.core import global_context as gpc
 from colossalai.tensor import (
@@ -16,7 +15,7 @@ from colossalai.tensor import (
     set_spec,
     spec_of,
 )
-from tests.ranks import run_ranks
+from tests.launched import on_ranks
 
 AXES = {"dp": 2, "col": 3, "row": 2}
 
@@ -111,8 +110,8 @@ def test_refusals():
     assert cut_dims((5,), (("one",),), Mesh({"one": 1}, rank=0)).dims == ((),)
 
 
-def gather_and_norm():
-    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 4, "mode": "2d"}}}, verbose=False)
+@on_ranks(4, {"parallel": {"tensor": {"size": 4, "mode": "2d"}}})
+def test_slices_gather_to_the_whole_and_norms_are_of_the_whole():
     whole = torch.arange(24.0).reshape(4, 6)
     params = []
     for dims in ((("col",), ("row",)), (("row", "col"), ()), ((), ())):
@@ -128,13 +127,7 @@ def gather_and_norm():
     fused = ShardingSpec((6, 8), ((), ("row", "col")), gpc.mesh, parts=(1, 2))
     whole_fused = torch.arange(48.0).reshape(6, 8)
     assert torch.equal(fused.gather(fused.cut(whole_fused)), whole_fused)
-    return global_grad_norm(params).item(), (3 * whole.square().sum()).sqrt().item()
-
-
-@pytest.mark.dist
-def test_slices_gather_to_the_whole_and_norms_are_of_the_whole():
-    for found, expected in run_ranks(gather_and_norm, 4):
-        assert found == pytest.approx(expected)
+    assert global_grad_norm(params).item() == pytest.approx((3 * whole.square().sum()).sqrt().item())
 
 
 @pytest.mark.unit

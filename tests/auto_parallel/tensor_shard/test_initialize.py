@@ -31,6 +31,7 @@ from tests.auto_parallel.plan.models import (
     resnet,
     vit,
 )
+from tests.launched import on_ranks
 from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -380,8 +381,8 @@ def test_in_jobs_of_two_ranks(tmp_path: Path) -> None:
     check_a_solution_has_a_line_for_each_operation(found)
 
 
-def makes_a_mesh() -> None:
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(4)
+def test_a_grid_with_the_speeds_of_pairs() -> None:
     mesh = initialize_device_mesh(alpha_beta_dict=PAIRS, logical_mesh_shape=(2, 2))
     assert mesh.shape == (2, 2)
     assert mesh.mesh_alpha == (1e-5, 2e-6)
@@ -392,7 +393,3 @@ def makes_a_mesh() -> None:
         initialize_device_mesh(3)
     with pytest.raises(ValueError, match="physical_devices"):
         initialize_device_mesh(4, [0, 1, 2, 2])
-
-
-def test_a_grid_with_the_speeds_of_pairs() -> None:
-    run_ranks(makes_a_mesh, 4)

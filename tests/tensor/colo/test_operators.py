@@ -10,10 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-import colossalai
-from colossalai.core import global_context as gpc
 from colossalai.tensor import ColoTensor, ColoTensorSpec, ProcessGroup, ShardSpec
-from tests.ranks import run_ranks
+from tests.launched import on_ranks
 
 pytestmark = pytest.mark.dist
 
@@ -67,37 +65,6 @@ def agree(found: Any, wanted: Any) -> str | None:
         elif one != other:
             return f"{one} for {other}"
     return None
-
-
-def wrong_operators() -> tuple[list[str], int]:
-    """Return what is wrong with the operators of torch's database, and how many cases there were."""
-    from torch.testing._internal.common_methods_invocations import op_db
-
-    colossalai.launch_from_torch({}, verbose=False)
-    warnings.simplefilter("ignore")
-    group = ProcessGroup(tp_degree=2)
-    wrong, num_cases = [], 0
-    for op in op_db:
-        if not is_defined(op.name) or torch.float64 not in op.supported_dtypes("cpu"):
-            continue
-        torch.manual_seed(0)
-        samples = itertools.islice(op.sample_inputs("cpu", torch.float64), 40)
-        num_left = NUM_SAMPLES
-        for sample in samples:
-            leaves, form = tree_flatten((sample.input, sample.args, sample.kwargs))
-            for place, dim in itertools.islice(cuts(leaves), 2):
-                num_left -= 1
-                for variant in filter(None, (op.op, op.inplace_variant)):
-                    num_cases += 1
-                    said = compared(variant, leaves, form, place, dim, group)
-                    if said is not None:
-                        wrong.append(
-                            f"{op.formatted_name} {variant.__name__}, argument {place} cut at {dim}: {said}"
-                        )
-            if num_left <= 0:
-                break
-    gpc.destroy()
-    return wrong, num_cases
 
 
 def compared(
@@ -169,9 +136,8 @@ OPERATORS: tuple[tuple[Callable[..., Any], Any], ...] = (
 )
 
 
-def wrong_of_the_table() -> tuple[list[str], int]:
-    """Return what is wrong with the operators of the table, and how many cases there were."""
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(2)
+def test_an_operator_of_each_kind_is_that_of_one_process_or_refused() -> None:
     group = ProcessGroup(tp_degree=2)
     wrong, num_cases = [], 0
     for function, (first, *args) in OPERATORS:
@@ -181,19 +147,37 @@ def wrong_of_the_table() -> tuple[list[str], int]:
             said = compared(function, leaves, form, place, dim, group)
             if said is not None:
                 wrong.append(f"{function.__name__}, argument {place} cut at {dim}: {said}")
-    gpc.destroy()
-    return wrong, num_cases
-
-
-def test_an_operator_of_each_kind_is_that_of_one_process_or_refused() -> None:
-    for wrong, num_cases in run_ranks(wrong_of_the_table, 2):
-        assert not wrong, "\n".join(wrong)
-        assert num_cases > 2 * len(OPERATORS)
+    assert not wrong, "\n".join(wrong)
+    assert num_cases > 2 * len(OPERATORS)
 
 
 @pytest.mark.long
+@on_ranks(2)
 def test_an_operator_with_a_cut_argument_is_that_of_one_process_or_refused() -> None:
     """All of torch's database at once: to import it takes as long as to try an eighth of it."""
-    for wrong, num_cases in run_ranks(wrong_operators, 2):
-        assert not wrong, "\n".join(wrong[:40])
-        assert num_cases > 600
+    from torch.testing._internal.common_methods_invocations import op_db
+
+    warnings.simplefilter("ignore")
+    group = ProcessGroup(tp_degree=2)
+    wrong, num_cases = [], 0
+    for op in op_db:
+        if not is_defined(op.name) or torch.float64 not in op.supported_dtypes("cpu"):
+            continue
+        torch.manual_seed(0)
+        samples = itertools.islice(op.sample_inputs("cpu", torch.float64), 40)
+        num_left = NUM_SAMPLES
+        for sample in samples:
+            leaves, form = tree_flatten((sample.input, sample.args, sample.kwargs))
+            for place, dim in itertools.islice(cuts(leaves), 2):
+                num_left -= 1
+                for variant in filter(None, (op.op, op.inplace_variant)):
+                    num_cases += 1
+                    said = compared(variant, leaves, form, place, dim, group)
+                    if said is not None:
+                        wrong.append(
+                            f"{op.formatted_name} {variant.__name__}, argument {place} cut at {dim}: {said}"
+                        )
+            if num_left <= 0:
+                break
+    assert not wrong, "\n".join(wrong[:40])
+    assert num_cases > 600

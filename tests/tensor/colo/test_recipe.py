@@ -24,6 +24,7 @@ from colossalai.nn.parallel import GeminiDDP
 from colossalai.runtime import Plan, assemble
 from colossalai.tensor import ColoParameter, ProcessGroup, as_colo_parameter
 from colossalai.zero import ColoInitContext, GeminiAdamOptimizer
+from tests.launched import on_ranks
 from tests.ranks import run_ranks
 from tests.tensor.colo.gpt2 import batch, build, cut, loss_of, slice_like, trained_alone
 from tests.tiers import after_the_first, further
@@ -205,56 +206,33 @@ def test_a_checkpoint_loads_at_another_size(
     run_ranks(checkpoint, loaded[0], str(tmp_path), loaded[1], False)
 
 
-def refusals() -> list[str]:
-    """Return what is said of doors and methods that do not fit."""
-    colossalai.launch_from_torch({}, verbose=False)
-    said = []
-    for plugin in (TorchFSDPPlugin(), HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2)):
-        try:
+@on_ranks(4)
+def test_what_does_not_know_such_parameters_refuses_them() -> None:
+    in_stages = HybridParallelPlugin(tp_size=1, pp_size=2, num_microbatches=2)
+    for plugin, said in ((TorchFSDPPlugin(), "ZeRO stage 3 by FSDP"), (in_stages, "pipeline|laid out")):
+        with pytest.raises(ValueError, match=said):  # noqa: PT012 - by either call
             booster = Booster(plugin=plugin)
             raw = built(ProcessGroup(tp_degree=2))
             booster.boost(raw, torch.optim.AdamW(raw.parameters()))
-            said.append("nothing")
-        except ValueError as error:
-            said.append(str(error))
-    gpc.destroy()
-    return said
 
 
-def test_what_does_not_know_such_parameters_refuses_them() -> None:
-    for said in run_ranks(refusals, 4):
-        assert "ZeRO stage 3 by FSDP" in said[0]
-        assert "pipeline" in said[1] or "laid out" in said[1]
-
-
-def refused_layout() -> str:
-    """Return the error of a plan without a layout for a model that is cut over other ranks than the job's."""
-    colossalai.launch_from_torch({}, verbose=False)
-    raw = built(ProcessGroup(tp_degree=4))
-    with pytest.raises(ValueError) as refused:  # noqa: PT011 - the message is compared in the test
-        assemble(Plan(), raw, mesh=gpc.mesh, device=torch.device("cpu"))
-    gpc.destroy()
-    return str(refused.value)
-
-
+@on_ranks(4)
 def test_a_cut_over_other_ranks_than_the_job_is_refused() -> None:
-    for message in run_ranks(refused_layout, 4):
-        assert "is cut over ProcessGroup(tp_degree=4, dp_degree=1), and the ranks are laid out as" in message
-        assert "parallel=dict(tensor=dict(size=4, mode='1d'))" in message
+    """The plan has no layout."""
+    raw = built(ProcessGroup(tp_degree=4))
+    with pytest.raises(
+        ValueError, match=r"is cut over ProcessGroup\(tp_degree=4, dp_degree=1\), and "
+    ) as refused:
+        assemble(Plan(), raw, mesh=gpc.mesh, device=torch.device("cpu"))
+    assert "parallel=dict(tensor=dict(size=4, mode='1d'))" in str(refused.value)
 
 
-def plain_in_a_context() -> bool:
-    """Return whether parameters that nobody has cut are ordinary ones behind a door."""
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(2)
+def test_what_is_whole_is_as_fast_as_ever() -> None:
+    """Parameters that are not cut are ordinary ones behind a door."""
     model = nn.Linear(4, 4)
     for param in model.parameters():
         as_colo_parameter(param)
     booster = Booster(plugin=TorchDDPPlugin())
     boosted, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    kinds = {type(param) for param in boosted.unwrap().parameters()}
-    gpc.destroy()
-    return kinds == {nn.Parameter}
-
-
-def test_what_is_whole_is_as_fast_as_ever() -> None:
-    assert all(run_ranks(plain_in_a_context, 2))
+    assert {type(param) for param in boosted.unwrap().parameters()} == {nn.Parameter}

@@ -29,6 +29,7 @@ from colossalai.tensor import (
     spec_of,
 )
 from colossalai.tensor.colo import _elementwise, _products, _views
+from tests.launched import on_ranks
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -119,22 +120,15 @@ def run_case(name: str) -> None:
         torch.testing.assert_close(one.grad, expected, rtol=0, atol=1e-12)
 
 
-def run_all_cases() -> list[str]:
-    """Return what failed."""
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(2)
+def test_rules_send_what_they_say_and_are_one_process() -> None:
     failed = []
     for name in CASES:
         try:
             run_case(name)
         except Exception as error:
             failed.append(f"{name}: {error!r}")
-    gpc.destroy()
-    return failed
-
-
-def test_rules_send_what_they_say_and_are_one_process() -> None:
-    for failed in run_ranks(run_all_cases, 2):
-        assert not failed, "\n".join(failed)
+    assert not failed, "\n".join(failed)
 
 
 KINDS = {
@@ -169,9 +163,21 @@ def test_the_page_lists_the_functions_with_rules() -> None:
     assert lines[begin : begin + len(KINDS)] == rules_table()
 
 
-def conversions() -> None:
+@on_ranks(2)
+def test_a_norm_of_slices_is_that_of_the_whole() -> None:
+    """Ask for norms of a list of slices, as torch clips, and add to each, as its optimizers do."""
+    group = ProcessGroup(tp_degree=2)
+    tensor = ColoTensor.from_torch_tensor(torch.ones(2, 3), ColoTensorSpec(group, ShardSpec([0], [2])))
+    with torch.no_grad():
+        [norm] = torch._foreach_norm([tensor])
+        [more] = torch._foreach_add([tensor], 1.0)
+    assert norm.item() == pytest.approx(12**0.5)
+    assert torch.equal(more.to_replicate().data, torch.full((4, 3), 2.0))
+
+
+@on_ranks(2)
+def test_conversions_are_recorded() -> None:
     """Convert in every way, with gradients."""
-    colossalai.launch_from_torch({}, verbose=False)
     group = ProcessGroup(tp_degree=2)
     whole = torch.arange(24.0).view(4, 6)
     rank = group.tp_local_rank()
@@ -197,28 +203,6 @@ def conversions() -> None:
         for copied in (copy.deepcopy(tensor.detach()), pickle.loads(pickle.dumps(tensor.detach()))):
             assert torch.equal(copied.to_replicate().data, whole)
             assert copied.dist_spec == tensor.dist_spec
-    gpc.destroy()
-
-
-def norms_of_lists() -> None:
-    """Ask for norms of a list of slices, as torch clips, and add to each, as its optimizers do."""
-    colossalai.launch_from_torch({}, verbose=False)
-    group = ProcessGroup(tp_degree=2)
-    tensor = ColoTensor.from_torch_tensor(torch.ones(2, 3), ColoTensorSpec(group, ShardSpec([0], [2])))
-    with torch.no_grad():
-        [norm] = torch._foreach_norm([tensor])
-        [more] = torch._foreach_add([tensor], 1.0)
-    assert norm.item() == pytest.approx(12**0.5)
-    assert torch.equal(more.to_replicate().data, torch.full((4, 3), 2.0))
-    gpc.destroy()
-
-
-def test_a_norm_of_slices_is_that_of_the_whole() -> None:
-    run_ranks(norms_of_lists, 2)
-
-
-def test_conversions_are_recorded() -> None:
-    run_ranks(conversions, 2)
 
 
 class Block(nn.Module):
@@ -234,9 +218,9 @@ class Block(nn.Module):
         return torch.tanh(self.layer(x))
 
 
-def grads_by_inputs() -> None:
+@on_ranks(2)
+def test_autograd_gives_gradients_of_cut_parameters() -> None:
     """Ask autograd for gradients of parameters, through a recomputation."""
-    colossalai.launch_from_torch({}, verbose=False)
     group = ProcessGroup(tp_degree=2)
     block, alone = Block(), Block()
     weight = ColoParameter(block.layer.weight.detach().clone())
@@ -249,16 +233,10 @@ def grads_by_inputs() -> None:
         [found] = torch.autograd.grad(loss, [weight])
         [wanted] = torch.autograd.grad(alone(x).square().sum(), [alone.layer.weight])
         torch.testing.assert_close(found, spec_of(weight).cut(wanted), rtol=0, atol=1e-12)
-    gpc.destroy()
 
 
-def test_autograd_gives_gradients_of_cut_parameters() -> None:
-    run_ranks(grads_by_inputs, 2)
-
-
-def messages() -> list[str]:
-    """Return what is said of mistakes."""
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(2)
+def test_mistakes_are_named() -> None:
     group = ProcessGroup(tp_degree=2)
 
     def cut_one() -> ColoTensor:
@@ -288,19 +266,13 @@ def messages() -> list[str]:
             said.append(f"nothing: {mistake()}")
         except (ValueError, NotImplementedError) as error:
             said.append(f"{type(error).__name__}: {error}")
-    gpc.destroy()
-    return said
-
-
-def test_mistakes_are_named() -> None:
     wanted = (
         *("along one dimension", "which do not divide", "give \\[pg.tp_world_size", "has 2 dim"),
         *("NotImplementedError: .*colossalai.nn", "is cut over", "cumsum_ writes into", "add writes into"),
         *("extent 2 of a slice", "must divide the 2 ranks", "are 4 ranks"),
     )
-    for said in run_ranks(messages, 2):
-        for text, part in zip(said, wanted, strict=True):
-            assert re.search(part, text), text
+    for text, part in zip(said, wanted, strict=True):
+        assert re.search(part, text), text
 
 
 def warned() -> list[str]:
@@ -376,9 +348,9 @@ def outcome(call: Callable[[torch.Tensor], Any], value: torch.Tensor) -> Any:
     return found.to_replicate().data if isinstance(found, ColoTensor) else found
 
 
-def compare_with_torch() -> list[str]:
-    """Return where calls with cut arguments and with whole ones differ, or something is sent by a mistake."""
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(2)
+def test_what_torch_refuses_is_refused_on_all_ranks() -> None:
+    """Calls with cut arguments do what those with whole ones do, and nothing is sent by a mistake."""
     group, wrong = ProcessGroup(tp_degree=2), []
     for name, (call, value, dim, said) in AS_TORCH.items():
         part = value.chunk(2, dim)[group.tp_local_rank()].clone()
@@ -394,18 +366,12 @@ def compare_with_torch() -> list[str]:
             is_right = is_right and not (sent.entries and wanted[0] == "IndexError")
         if not is_right:
             wrong.append(f"{name}: {found}, not {wanted}; sent {[entry.op for entry in sent.entries]}")
-    gpc.destroy()
-    return wrong
+    assert not wrong, "\n".join(wrong)
 
 
-def test_what_torch_refuses_is_refused_on_all_ranks() -> None:
-    for wrong in run_ranks(compare_with_torch, 2):
-        assert not wrong, "\n".join(wrong)
-
-
-def views_with_two_meanings() -> list[str]:
-    """Return what is said of views that fit the slice and the whole; others have one meaning."""
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(2)
+def test_a_view_with_two_meanings_is_refused() -> None:
+    """It fits the slice and the whole; others have one meaning."""
     group = ProcessGroup(tp_degree=2)
     rank, said = group.tp_local_rank(), []
 
@@ -432,20 +398,14 @@ def views_with_two_meanings() -> list[str]:
     except ValueError as error:
         said.append(str(error))
     assert torch.equal(y.view(1, *y.shape).to_replicate().data, whole.view(1, 2, 12))
-    gpc.destroy()
-    return said
+    for text in said[:3]:
+        assert re.search(r"fits the slice, of shape \(2, 3, 2\), and the whole, \(2, 3, 4\)", text), text
+    assert "more than one dimension" in said[3]
 
 
-def test_a_view_with_two_meanings_is_refused() -> None:
-    for said in run_ranks(views_with_two_meanings, 2):
-        for text in said[:3]:
-            assert re.search(r"fits the slice, of shape \(2, 3, 2\), and the whole, \(2, 3, 4\)", text), text
-        assert "more than one dimension" in said[3]
-
-
-def copies_and_flags() -> None:
+@on_ranks(2)
+def test_copies_and_flags_are_those_of_torch() -> None:
     """Copy parameters with compute specs, and make tensors of tensors that are trained or not."""
-    colossalai.launch_from_torch({}, verbose=False)
     group = ProcessGroup(tp_degree=2)
     compute = ComputeSpec(ComputePattern.TP1D)
     model = nn.ParameterList()
@@ -481,8 +441,3 @@ def copies_and_flags() -> None:
     assert torch.equal(copy.deepcopy(leaf).grad, torch.full((2, 3), 3.0))
     with pytest.raises(RuntimeError, match="deepcopy"):
         copy.deepcopy(leaf * 2.0)
-    gpc.destroy()
-
-
-def test_copies_and_flags_are_those_of_torch() -> None:
-    run_ranks(copies_and_flags, 2)

@@ -21,6 +21,7 @@ from colossalai.tensor import (
     set_spec,
     spec_of,
 )
+from tests.launched import on_ranks
 from tests.ranks import run_ranks
 from tests.tiers import further
 
@@ -143,8 +144,8 @@ def test_parts_and_padding():
     )
 
 
-def run_further():
-    colossalai.launch_from_torch({}, verbose=False)
+@on_ranks(4)
+def test_gradients_memory_manager_and_ledger():
     mesh = mesh_over((2, 2))
     spec = lambda notation: ShardingSpec.from_notation(notation, (8, 8), mesh)  # noqa: E731
     value = whole((8, 8), 0)
@@ -190,12 +191,6 @@ def run_further():
         collectives = [step for step in plan.steps if str(step)[:5] not in ("copy", "shard")]
         assert book.count() == len(collectives), (pair, str(plan))
         assert book.num_bytes() <= plan.cost - len(collectives)
-    gpc.destroy()
-
-
-@pytest.mark.dist
-def test_gradients_memory_manager_and_ledger():
-    run_ranks(run_further, 4)
 
 
 @pytest.mark.unit
