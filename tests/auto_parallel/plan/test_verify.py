@@ -2,7 +2,7 @@
 
 import math
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any
@@ -18,11 +18,11 @@ from colossalai.auto_parallel import AutoPlan, _verify, make_plan
 from colossalai.auto_parallel._verify import counted_peak
 from colossalai.auto_parallel.prediction._prediction import Prediction, Predictor
 from colossalai.context import get_current_mode, get_states
-from colossalai.core import global_context as gpc
 from tests.auto_parallel.plan.models import arguments_of, gpt, slow_machine
 from tests.auto_parallel.plan.test_peak import MOST_ABOVE, MOST_BELOW
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import run_each
 
 BATCH = 8
 HOW: dict[str, Any] = {"profile": slow_machine(), "optimizer": "adamw"}
@@ -33,16 +33,10 @@ def meta(build: Callable[[], nn.Module]) -> nn.Module:
         return build()
 
 
-def in_job(test: Callable[..., Any], *args: Any) -> Any:
-    """Return what a test returns within a job of this rank."""
+def in_job(look: Callable[..., Any], *args: Any) -> Any:
+    """Return what a look returns within a job of this rank."""
     colossalai.launch_from_torch({}, verbose=False)
-    try:
-        return test(*args)
-    finally:
-        gpc.destroy()
-
-
-Found = list[dict[str, Any]]
+    return look(*args)
 
 
 @cache
@@ -50,32 +44,25 @@ def free_plan() -> AutoPlan:
     return make_plan(meta(gpt), arguments_of(gpt, BATCH), **HOW)
 
 
-def verified_within(share: float) -> tuple[float, AutoPlan, float]:
-    """Return a budget, a plan within it, and its counted peak as it is counted once more."""
-    budget = share * free_plan().peak_bytes
+def look_at_a_plan_within_a_budget() -> tuple[float, AutoPlan, float]:
+    """The counted peak of a plan is within the budget, and the same when it is counted once more."""
+    budget = 0.7 * free_plan().peak_bytes
     plan = make_plan(meta(gpt), arguments_of(gpt, BATCH), memory_budget=budget, **HOW)
-    return budget, plan, counted_peak(plan, meta(gpt), arguments_of(gpt, BATCH))
-
-
-def check_the_counted_peak_is_within_the_budget(found: Found) -> None:
-    one, other = (each["within"] for each in found)
-    assert one == other
-    budget, plan, again = one
+    again = counted_peak(plan, meta(gpt), arguments_of(gpt, BATCH))
     assert plan.counted_bytes is not None
     assert plan.counted_bytes <= budget
     assert plan.setting.pipeline == 2
     assert plan.counted_bytes == pytest.approx(again, rel=0.01)
     assert AutoPlan.from_json(plan.to_json()) == plan
     assert "Run for a step, it took" in plan.explain()
+    return budget, plan, again
 
 
-def counted_with_values_and_without() -> list[float]:
+def look_at_a_model_with_values() -> None:
+    """The user's own model does not count."""
     plan = free_plan()
-    return [counted_peak(plan, build(), arguments_of(gpt, BATCH)) for build in (gpt, partial(meta, gpt))]
-
-
-def check_the_users_own_model_does_not_count(found: Found) -> None:
-    with_values, without = found[0]["values"]
+    builds = (gpt, partial(meta, gpt))
+    with_values, without = (counted_peak(plan, build(), arguments_of(gpt, BATCH)) for build in builds)
     assert with_values == pytest.approx(without, rel=1e-3)
 
 
@@ -102,7 +89,8 @@ def note_counts(monkeypatch: pytest.MonkeyPatch, seen: list[float], plans: list[
     monkeypatch.setattr(_verify, "counted_peak", count)
 
 
-def verified_with_half() -> tuple[float, AutoPlan, list[float], list[AutoPlan], AutoPlan]:
+def look_at_a_prediction_of_half() -> tuple[Any, ...]:
+    """It is found, and the plan made again."""
     budget = 0.9 * counted_peak(free_plan(), meta(gpt), arguments_of(gpt, BATCH))
     seen: list[float] = []
     plans: list[AutoPlan] = []
@@ -112,13 +100,6 @@ def verified_with_half() -> tuple[float, AutoPlan, list[float], list[AutoPlan], 
         note_counts(monkeypatch, seen, plans)
         plan = make_plan(meta(gpt), arguments_of(gpt, BATCH), **how)
     honest = make_plan(meta(gpt), arguments_of(gpt, BATCH), verify=False, **how)
-    return budget, plan, seen, plans, honest
-
-
-def check_a_prediction_of_half_is_found_and_the_plan_made_again(found: Found) -> None:
-    one, other = (each["half"] for each in found)
-    assert one == other
-    budget, plan, seen, plans, honest = one
     assert len(seen) >= 2, "the first plan was taken as it was"
     assert seen[0] > budget
     assert seen[-1] <= budget
@@ -130,10 +111,11 @@ def check_a_prediction_of_half_is_found_and_the_plan_made_again(found: Found) ->
     assert honest.peak_bytes <= MOST_BELOW * seen[-1]
     halved = 0.5 * honest.bytes["parameters"]
     assert plan.bytes["parameters"] == pytest.approx(scale * halved)  # sizes are scaled by what was seen
+    return budget, plan, seen, plans, honest
 
 
-def never_verified() -> tuple[str, list[float]]:
-    """Return the refusal if each run counts more than the budget, and what was counted."""
+def look_at_counts_above_any_budget() -> tuple[str, list[float]]:
+    """After three more plans it is an error, with the smallest budget that works."""
     budget = 1.2 * free_plan().peak_bytes
     seen: list[float] = []
 
@@ -145,19 +127,13 @@ def never_verified() -> tuple[str, list[float]]:
         monkeypatch.setattr(_verify, "counted_peak", count)
         with pytest.raises(ValueError, match="no plan was found that keeps") as refused:
             make_plan(meta(gpt), arguments_of(gpt, BATCH), memory_budget=budget, **HOW)
+    assert len(seen) == 4
+    assert f"smallest budget that works is {math.ceil(min(seen)):,}" in str(refused.value)
     return str(refused.value), seen
 
 
-def check_after_three_more_plans_it_is_an_error_with_the_smallest_budget_that_works(found: Found) -> None:
-    one, other = (each["never"] for each in found)
-    assert one == other
-    message, seen = one
-    assert len(seen) == 4
-    assert f"smallest budget that works is {math.ceil(min(seen)):,}" in message
-
-
-def left_as_it_was() -> list[str]:
-    """Return what of the model and of the random states a verification changes."""
+def look_at_what_is_left_as_it_was() -> None:
+    """A verification changes nothing of the model and of the random states."""
     torch.manual_seed(3)
     model = gpt()
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -179,11 +155,7 @@ def left_as_it_was() -> list[str]:
     assert plan.memory_budget is None
     assert plan.counted_bytes is not None
     assert plan.counted_bytes > 0
-    return changed
-
-
-def check_model_and_random_states_are_left_as_they_were(found: Found) -> None:
-    assert [each["left"] for each in found] == [[], []]
+    assert not changed
 
 
 class Fails(nn.Module):
@@ -203,13 +175,12 @@ class Fails(nn.Module):
 def refused_on_one_rank(rank: int, batch: int) -> str:
     with pytest.raises(ValueError, match="pass verify=False") as refused:
         make_plan(Fails(rank), arguments_of(gpt, batch), verify=True, **HOW)
+    assert f"RuntimeError: rank {rank} is broken" in str(refused.value)
     return str(refused.value)
 
 
-def check_the_error_of_one_tensor_parallel_rank_is_raised_on_all(found: Found) -> None:
-    one, other = (each["broken"] for each in found)
-    assert one == other
-    assert "RuntimeError: rank 0 is broken" in one
+def look_at_an_error_of_one_tensor_parallel_rank() -> str:
+    return refused_on_one_rank(0, 1)
 
 
 @pytest.mark.long
@@ -217,7 +188,6 @@ def check_the_error_of_one_tensor_parallel_rank_is_raised_on_all(found: Found) -
 def test_the_error_of_one_replica_is_raised_on_all() -> None:
     one, other = run_ranks(in_job, 2, refused_on_one_rank, 1, BATCH)
     assert one == other
-    assert "RuntimeError: rank 1 is broken" in one
 
 
 class Indices(nn.Module):
@@ -229,15 +199,10 @@ class Indices(nn.Module):
         return self.model(input_ids).argmax(-1)
 
 
-def refused_without_floats() -> str:
+def look_at_a_model_without_floating_outputs() -> str:
     with pytest.raises(ValueError, match=r"returns no floating tensor.*pass verify=False") as refused:
         make_plan(Indices(), arguments_of(gpt, BATCH), verify=True, **HOW)
     return str(refused.value)
-
-
-def check_a_model_without_floating_outputs_is_refused_on_all_ranks(found: Found) -> None:
-    one, other = (each["indices"] for each in found)
-    assert one == other
 
 
 @pytest.mark.unit
@@ -260,51 +225,30 @@ def test_outside_of_a_job_nothing_is_run(share: float | None) -> None:
         assert plan.counted_bytes is None
 
 
-def two_of_four() -> bool:
+def look_at_a_job_of_other_ranks() -> None:
     with pytest.raises(ValueError, match="verify=True runs the plan on its 4 ranks, and the job has 2"):
         make_plan(gpt(), arguments_of(gpt, BATCH), world_size=4, verify=True, **HOW)
     plan = make_plan(gpt(), arguments_of(gpt, BATCH), world_size=4, **HOW)
-    return plan.counted_bytes is None
+    assert plan.counted_bytes is None
 
 
-def check_a_job_of_other_ranks_is_refused(found: Found) -> None:
-    assert [each["two of four"] for each in found] == [True, True]
-
-
-LOOKS: dict[str, tuple[Any, ...]] = {
-    "within": (verified_within, 0.7),
-    "values": (counted_with_values_and_without,),
-    "half": (verified_with_half,),
-    "never": (never_verified,),
-    "left": (left_as_it_was,),
-    "broken": (refused_on_one_rank, 0, 1),
-    "indices": (refused_without_floats,),
-    "two of four": (two_of_four,),
-}
-CHECKS = {
-    "within": check_the_counted_peak_is_within_the_budget,
-    "values": check_the_users_own_model_does_not_count,
-    "half": check_a_prediction_of_half_is_found_and_the_plan_made_again,
-    "never": check_after_three_more_plans_it_is_an_error_with_the_smallest_budget_that_works,
-    "left": check_model_and_random_states_are_left_as_they_were,
-    "broken": check_the_error_of_one_tensor_parallel_rank_is_raised_on_all,
-    "indices": check_a_model_without_floating_outputs_is_refused_on_all_ranks,
-    "two of four": check_a_job_of_other_ranks_is_refused,
-}
-FIRST = ("half", "left", "broken")
-
-
-def in_jobs(names: Iterable[str]) -> dict[str, Any]:
-    """Return what checks take: one job after the other, of ranks that have planned before."""
-    return {name: in_job(*LOOKS[name]) for name in names}
+FIRST = (
+    look_at_a_prediction_of_half,
+    look_at_what_is_left_as_it_was,
+    look_at_an_error_of_one_tensor_parallel_rank,
+)
+REST = (
+    look_at_a_plan_within_a_budget,
+    look_at_a_model_with_values,
+    look_at_counts_above_any_budget,
+    look_at_a_model_without_floating_outputs,
+    look_at_a_job_of_other_ranks,
+)
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "names", [FIRST, further(tuple(name for name in LOOKS if name not in FIRST))], ids=["first", "rest"]
-)
-def test_plans_are_run_in_jobs_of_two_ranks(names: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("looks", [FIRST, further(REST)], ids=["first", "rest"])
+def test_plans_are_run_in_jobs_of_two_ranks(looks: tuple[Callable[[], Any], ...]) -> None:
     """The first plan of a rank takes as long as three later ones, and so ranks are started once."""
-    found = run_ranks(in_jobs, 2, names)
-    for name in names:
-        CHECKS[name](found)
+    for look, (one, other) in zip(looks, run_each(2, in_job, [(look,) for look in looks]), strict=True):
+        assert one == other, look

@@ -1,7 +1,6 @@
 """`autoparallelize` and `initialize_model`: an ordinary training loop, equal to one process."""
 
 import copy
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +34,9 @@ from tests.launched import on_ranks
 from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
+from tests.turns import in_turn
 
 pytestmark = pytest.mark.dist
-Found = list[dict[str, Any]]
 
 BATCH = 8
 PAIRS = {(0, 1): (1e-6, 1e-9), (2, 3): (2e-6, 3e-9), (0, 2): (1e-5, 1e-8)}
@@ -162,7 +161,8 @@ def test_a_plan_for_a_budget_is_run_before_it_is_carried_out(tmp_path: Path) -> 
         assert 0 < counted <= given
 
 
-def returns_a_loss() -> bool:
+def look_at_a_model_that_returns_its_loss() -> None:
+    """The loss is that of the whole batch."""
     model = built(WithLoss)
     twin = copy.deepcopy(model)
     given = {"x": torch.randn(8, 8).double(), "labels": torch.arange(8)}
@@ -178,7 +178,7 @@ def returns_a_loss() -> bool:
     assert module(given["x"], torch.tensor([-100, 1, 2, 3, -100, 5, 6, 7]))["loss"].isfinite()
     with pytest.raises(ValueError, match="a batch of 3 cannot be shared by 2 data-parallel ranks"):
         module(given["x"][:3], given["labels"][:3])
-    return module(given["x"][:4], given["labels"][:4])["logits"].shape == (4, 8)
+    assert module(given["x"][:4], given["labels"][:4])["logits"].shape == (4, 8)
 
 
 class WithNumbers(nn.Module):
@@ -196,7 +196,8 @@ class WithNumbers(nn.Module):
         return loss, (logits.argmax(-1) == labels).sum(), self.layer.weight.square().sum()
 
 
-def returns_numbers() -> str:
+def look_at_a_model_that_returns_numbers() -> list[str]:
+    """Sums are those of the whole batch, and no plan divides other numbers."""
     model = built(WithNumbers)
     twin = copy.deepcopy(model)
     given = {"x": torch.randn(8, 8).double(), "labels": torch.arange(8)}
@@ -214,15 +215,7 @@ def returns_numbers() -> str:
     assert all(one is other for one, other in zip(masked.parameters(), before, strict=True))
     module, solution = autoparallelize(masked, given, return_solution=True)  # a plan without replicas
     assert not list(module._forward_hooks)
-    return "\n".join(solution)
-
-
-def check_sums_are_those_of_the_whole_batch_and_no_plan_divides_other_numbers(found: Found) -> None:
-    assert found[0]["numbers"] == found[1]["numbers"]
-
-
-def check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found: Found) -> None:
-    assert [each["loss"] for each in found] == [True, True]
+    return solution
 
 
 class TakesAnything(nn.Module):
@@ -238,7 +231,7 @@ class TakesAnything(nn.Module):
         return found
 
 
-def takes_arguments_by_name() -> Tensor:
+def look_at_arguments_by_name() -> list[float]:
     model = built(TakesAnything)
     twin = copy.deepcopy(model)
     given = {"x": torch.randn(8, 8).double(), "labels": torch.arange(8)}
@@ -250,15 +243,12 @@ def takes_arguments_by_name() -> Tensor:
         module(given["x"], labels=given["labels"])
     with pytest.raises(ValueError, match="extra is a dict with tensors, and it is unknown"):
         module(**given, extra={"weights": given["x"]})
-    logits: Tensor = module(**given)["logits"]
-    return logits.detach()
+    logits: list[float] = module(**given)["logits"].tolist()
+    return logits
 
 
-def check_arguments_are_shared_out_by_their_names(found: Found) -> None:
-    torch.testing.assert_close(found[0]["names"], found[1]["names"], rtol=0, atol=0)
-
-
-def evaluates_an_encoder() -> int:
+def look_at_an_encoder() -> None:
+    """Its layers are cut in evaluation, too."""
     options: dict[str, Any] = {"dropout": 0.0, "batch_first": True}
     model = built(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(16, 4, 32, **options), 2))
     twin = copy.deepcopy(model).eval()
@@ -271,22 +261,19 @@ def evaluates_an_encoder() -> int:
         with torch.no_grad():
             expected = twin(**own)
             torch.testing.assert_close(module(**own)[:, :4], expected[:, :4], rtol=1e-10, atol=1e-10)
-    return sum(spec_of(param) is not None for param in module.parameters())
+    # Of a linear layer that is cut by rows the bias is whole.
+    assert sum(spec_of(param) is not None for param in module.parameters()) == 6
 
 
-def check_layers_of_an_encoder_are_cut_in_evaluation_too(found: Found) -> None:
-    assert [each["encoder"] for each in found] == [6, 6]  # of a linear layer by rows the bias is whole
-
-
-def saves_and_loads(path: Path) -> list[list[str]]:
+def look_at_a_saved_solution(path: Path) -> None:
+    """It is loaded again, and mistakes change nothing."""
     how: dict[str, Any] = {"solver_solution_path": path, "return_solution": True}
     given = meta_args_of(gpt)
-    solutions = []
-    _, solution = autoparallelize(built(gpt), given, solver_preference="tp", save_solver_solution=True, **how)
-    solutions.append(solution)
+    _, saved = autoparallelize(built(gpt), given, solver_preference="tp", save_solver_solution=True, **how)
+    assert any(line.endswith(": output") for line in saved)
     dist.barrier()
     module, solution = autoparallelize(gpt().double(), given, load_solver_solution=True, **how)
-    solutions.append(solution)
+    assert solution == saved
     assert any(spec_of(param) is not None for param in module.parameters())
     with pytest.raises(ValueError, match="which is none of the layouts of this grid"):
         autoparallelize(gpt().double(), given, load_solver_solution=True, solver_preference="dp", **how)
@@ -303,13 +290,6 @@ def saves_and_loads(path: Path) -> list[list[str]]:
     with pytest.raises(ValueError, match="start it by colossalai run --nproc_per_node 4"):
         initialize_model(model, given, DeviceMesh(torch.arange(4), (2, 2)))
     assert [id(param) for _, param in before] == [id(param) for param in model.parameters()]
-    return solutions
-
-
-def check_a_solution_is_loaded_again_and_mistakes_change_nothing(found: Found) -> None:
-    for first, second in (each["solutions"] for each in found):
-        assert first == second
-        assert any(line.endswith(": output") for line in first)
 
 
 def test_a_loader_says_what_the_forward_takes() -> None:
@@ -337,48 +317,31 @@ def test_a_loader_says_what_the_forward_takes() -> None:
             autoparallelize(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), **options)  # type: ignore[arg-type]
 
 
-def says_how_operations_are_cut() -> list[str]:
+def look_at_lines_of_a_solution() -> None:
+    """There is one for each operation."""
     colossalai.launch_from_torch({}, verbose=False)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     given = {"input": torch.zeros(4, 8)}
     _, solution = autoparallelize(model, given, solver_preference="tp", return_solution=True)
-    return solution
-
-
-def check_a_solution_has_a_line_for_each_operation(found: Found) -> None:
-    assert found[1]["lines"] == [
+    assert solution == [
         "linear: linear.default of 0: output",
         "relu: relu.default of 1: cut as its operands are",
         "linear_1: linear.default of 2: input",
     ]
 
 
-def in_jobs(folder: Path) -> dict[str, Any]:
-    """Return what the checks above take: one job after the other, of ranks that have planned before."""
-    looks = {
-        "loss": returns_a_loss,
-        "numbers": returns_numbers,
-        "names": takes_arguments_by_name,
-        "encoder": evaluates_an_encoder,
-        "solutions": partial(saves_and_loads, folder / "plan.json"),
-        "lines": says_how_operations_are_cut,
-    }
-    found = {}
-    for name, look in looks.items():
-        found[name] = look()
-        gpc.destroy()
-    return found
-
-
 def test_in_jobs_of_two_ranks(tmp_path: Path) -> None:
     """The first plan of a rank takes as long as three later ones, and so ranks are started once."""
-    found = run_ranks(in_jobs, 2, tmp_path)
-    check_a_loss_that_the_model_returns_is_that_of_the_whole_batch(found)
-    check_sums_are_those_of_the_whole_batch_and_no_plan_divides_other_numbers(found)
-    check_arguments_are_shared_out_by_their_names(found)
-    check_layers_of_an_encoder_are_cut_in_evaluation_too(found)
-    check_a_solution_is_loaded_again_and_mistakes_change_nothing(found)
-    check_a_solution_has_a_line_for_each_operation(found)
+    looks: list[tuple[Any, ...]] = [
+        (look_at_a_model_that_returns_its_loss,),
+        (look_at_a_model_that_returns_numbers,),
+        (look_at_arguments_by_name,),
+        (look_at_an_encoder,),
+        (look_at_a_saved_solution, tmp_path / "plan.json"),
+        (look_at_lines_of_a_solution,),
+    ]
+    one, other = run_ranks(in_turn, 2, looks)
+    assert one == other
 
 
 @on_ranks(4)
