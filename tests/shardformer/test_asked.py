@@ -10,7 +10,6 @@ import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.communication import ledger
-from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext, is_lazy
 from colossalai.tensor import spec_of
 from tests.launched import on_ranks
@@ -114,7 +113,6 @@ def lazy_stage():
     (shared,) = (param for name, param in held.items() if name.endswith(("wte.weight", "lm_head.weight")))
     values = shared.tolist()
     torch.distributed.barrier()  # rank 0 has the store, which the others may be making groups with
-    gpc.destroy()
     return values
 
 
@@ -131,7 +129,6 @@ def sequences():
     ):
         booster.boost(gpt2())
     booster.boost(nn.Linear(2, 2))
-    gpc.destroy()
 
 
 def test_sequence_parallelism_is_refused(capfd):

@@ -195,7 +195,6 @@ def without_any():
     assemble(
         Plan(layout=DP, sync_batch_norm=True), nn.Linear(2, 2), mesh=gpc.mesh, device=torch.device("cpu")
     )
-    gpc.destroy()
 
 
 @pytest.mark.dist

@@ -160,7 +160,6 @@ def with_dropout():
     attention = model.blocks[0].attention
     attention.projection.register_forward_pre_hook(lambda *_: drawn.append(torch.rand(3).tolist()))
     logits = wrapped(torch.arange(6).repeat(3, 1))
-    gpc.destroy()
     return drawn, logits.tolist()
 
 
@@ -193,7 +192,6 @@ def refused_in_a_pipeline():
         )
     except ValueError as error:
         messages.append(str(error))
-    gpc.destroy()
     return messages
 
 
@@ -344,7 +342,6 @@ def stepped():
     # Where nothing is cut by name, layers that were built for no mode are still taken.
     assemble(Plan(layout=TP, cuts={}), model, optimizer, mesh=gpc.mesh, device=torch.device("cpu"))
     assert not any(spec_of(param) for param in model.parameters())
-    gpc.destroy()
 
 
 @pytest.mark.dist

@@ -27,6 +27,7 @@ from tests.shardformer.models import (
     gemma,
     gemma3,
     glm4,
+    gpt2,
     gpt_neox,
     olmo2,
     phi,
@@ -343,7 +344,6 @@ def _through_booster(build: Callable[..., nn.Module], num_tensor_ranks: int, fol
         torch.testing.assert_close(param, theirs[1], rtol=0, atol=1e-10, msg=name)
     torch.distributed.barrier()
     torch.testing.assert_close(opened.eval()(ids).logits, model(ids).logits, rtol=0, atol=1e-10)
-    gpc.destroy()
 
 
 @pytest.mark.dist
@@ -386,6 +386,12 @@ def bloom_with_dropout() -> tuple[nn.Module, Pairs]:
     return model, [(block.self_attention, "dense") for block in model.transformer.h]
 
 
+def gpt2_with_dropout() -> tuple[nn.Module, Pairs]:
+    """Return a GPT-2, which drops out by layers behind its row layers."""
+    model: Any = gpt2(dropout=0.3, attn_implementation="eager")
+    return model, [(block.attn, "c_proj") for block in model.transformer.h]
+
+
 def with_dropout(build: Callable[[], tuple[nn.Module, Pairs]]) -> tuple[list[Any], list[Any]]:
     colossalai.launch_from_torch(TENSOR, verbose=False)
     torch.manual_seed(0)
@@ -399,7 +405,6 @@ def with_dropout(build: Callable[[], tuple[nn.Module, Pairs]]) -> tuple[list[Any
         module.register_forward_hook(lambda *_: outside.append(torch.rand(2).tolist()))
     hidden = engine(torch.arange(6)[None], output_hidden_states=True).hidden_states
     outside += [state.tolist() for state in hidden]
-    gpc.destroy()
     return inside, outside
 
 
@@ -414,7 +419,6 @@ def by_a_rule() -> list[Any]:
     engine.train()
     dense.dropout.register_forward_hook(lambda *_: inside.append(torch.rand(2).tolist()))
     logits = engine(torch.arange(6)[None]).logits.tolist()
-    gpc.destroy()
     return [inside, logits]
 
 
@@ -426,7 +430,7 @@ def test_the_ranks_of_a_t5_draw_apart_in_its_wide_layers() -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("build", [starcoder2, bloom_with_dropout])
+@pytest.mark.parametrize("build", [starcoder2, bloom_with_dropout, gpt2_with_dropout])
 def test_ranks_draw_apart_up_to_the_row_layer_and_alike_behind_it(
     build: Callable[[], tuple[nn.Module, Pairs]],
 ) -> None:

@@ -17,7 +17,6 @@ from colossalai.auto_parallel.machine._machine import MachineProfile, measure_ma
 from colossalai.auto_parallel.machine._measure import ByteCounter, measure_rates
 from colossalai.auto_parallel.machine._rates import FlopRate, Kind, Rates, curve_through, fit_flop_rate
 from colossalai.auto_parallel.machine._samples import DEVICE_POOL, POOL, Operands, Sample, all_samples
-from colossalai.core import global_context as gpc
 from colossalai.device import _profile
 from tests.ranks import run_ranks
 from tests.tiers import further
@@ -178,7 +177,6 @@ def measured(seconds: float, num_sizes: int, samples: Callable[..., Iterator[Sam
     assert len(profile.links) == 1
     assert profile.mesh_speed((2,)).machine == profile.machine
     assert profile.mesh_speed((4, 2)).cost("all_reduce", 1e6, "0") > 0
-    gpc.destroy()
     return profile.to_json()
 
 

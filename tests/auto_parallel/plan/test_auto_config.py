@@ -102,7 +102,6 @@ def refusals_of_rank(path: str, larger: str) -> dict[str, str]:
     with pytest.raises(ConfigException) as refused:
         Booster(plugin=AutoPlugin(plan=larger))
     found["world size at Booster"] = str(refused.value)
-    gpc.destroy()
     return found
 
 

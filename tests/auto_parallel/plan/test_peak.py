@@ -12,7 +12,6 @@ from colossalai.auto_parallel._make import pose_problem
 from colossalai.auto_parallel._search import SearchLimits
 from colossalai.auto_parallel._setting import Setting
 from colossalai.auto_parallel._verify import counted_peak
-from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.model_zoo.resnet import ResNet
 from colossalai.runtime import RecomputeSegment
@@ -121,9 +120,7 @@ def counted_peaks(name: str, plans: list[AutoPlan]) -> list[float]:
     """Return the counted peak of each plan."""
     colossalai.launch_from_torch({}, verbose=False)
     model, arguments = built(name)
-    peaks = [counted_peak(plan, model, arguments) for plan in plans]
-    gpc.destroy()
-    return peaks
+    return [counted_peak(plan, model, arguments) for plan in plans]
 
 
 FIRST = [(Setting(data=2, zero=3), ALL)]

@@ -8,7 +8,6 @@ import pytest
 
 import colossalai
 from colossalai.auto_parallel import AutoPlan, make_plan
-from colossalai.core import global_context as gpc
 from tests.auto_parallel.plan.models import arguments_of, gpt, slow_machine
 from tests.ranks import run_ranks
 
@@ -53,9 +52,7 @@ def test_a_process_that_hashes_otherwise_has_the_same_plan() -> None:
 
 def text_of_rank(budget: float) -> str:
     colossalai.launch_from_torch({}, verbose=False)
-    text = text_of_cuts_and_recomputation(budget)
-    gpc.destroy()
-    return text
+    return text_of_cuts_and_recomputation(budget)
 
 
 def texts_of_rank() -> tuple[list[str], str]:
@@ -63,7 +60,6 @@ def texts_of_rank() -> tuple[list[str], str]:
     texts = texts_of_plans()
     with pytest.raises(ValueError, match="smallest budget that was found to work is") as refused:
         make_plan(gpt(), arguments_of(gpt, 1), memory_budget=1000, **HOW)
-    gpc.destroy()
     return texts, str(refused.value)
 
 

@@ -16,7 +16,6 @@ from colossalai.auto_parallel.tensor_shard.initialize import (
     initialize_device_mesh,
     initialize_model,
 )
-from colossalai.core import global_context as gpc
 from colossalai.device import DeviceMesh
 from colossalai.tensor import spec_of
 from tests.auto_parallel.plan.models import (
@@ -150,7 +149,6 @@ def keeps_a_budget(path: Path, budget: float) -> list[float]:
     dist.barrier()
     counted = load_plan(path).counted_bytes
     assert counted is not None
-    gpc.destroy()
     return [counted, budget]
 
 

@@ -86,7 +86,6 @@ def train_plainly(tp_degree: int) -> int:
     for name, param in model.named_parameters():
         torch.testing.assert_close(param.grad, slice_like(grads[name], param), rtol=0, atol=1e-10)
     compare(model, losses, 1)
-    gpc.destroy()
     return book.count()
 
 
@@ -126,7 +125,6 @@ def train_boosted(name: str) -> None:
     second = built(group)  # the ranks are laid out for it by now
     another, *_ = booster.boost(second)
     assert loss_of(another, batch(1, 0)).item() == pytest.approx(trained_alone()[0][0], abs=1e-10)
-    gpc.destroy()
 
 
 def train_by_engine() -> None:
@@ -142,7 +140,6 @@ def train_by_engine() -> None:
         engine.backward(loss_of(engine, batch(2, group.dp_local_rank())))
         engine.step()
     compare(raw, [], 2)
-    gpc.destroy()
 
 
 def train_in_chunks() -> None:
@@ -163,7 +160,6 @@ def train_in_chunks() -> None:
         losses.append(loss.item())
     with model.gathered():
         compare(raw, losses, 2)
-    gpc.destroy()
 
 
 @pytest.mark.parametrize("names", [("hybrid", "gemini"), further(("ddp", "zero1", "zero2"))])
@@ -192,7 +188,6 @@ def checkpoint(folder: str, tp_degree: int, saves: bool) -> None:
         booster.save_optimizer(optimizer, folder + "/optimizer", shard=True)
     else:
         compare(raw, [], 2)
-    gpc.destroy()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 import colossalai
 from colossalai.communication import ledger
 from colossalai.context import Mesh
-from colossalai.core import global_context as gpc
 from colossalai.tensor import (
     ConversionPlanner,
     PaddedSpec,
@@ -96,7 +95,6 @@ def run_conversions(examples):
             ShardingLayout(ShardingSpec(shape, dims, mesh), partial) for dims, partial in layouts
         )
         check(source, target, whole(shape, seed), seed)
-    gpc.destroy()
 
 
 @pytest.mark.dist
@@ -127,7 +125,6 @@ def run_parts(pairs):
     target = PaddedSpec((8, 4), ((), ("a1", "a0")), mesh, unpadded=(7, 4))
     value = whole((7, 4), 0)
     assert torch.equal(convert(source.slice_of(value), source, target), target.slice_of(value))
-    gpc.destroy()
 
 
 @pytest.mark.dist

@@ -1,9 +1,9 @@
-"""BERT and ViT in one process: sizes, tied weights, padding, settings that are refused."""
+"""The families in one process: published sizes, a batch that is learnt, padding, what is refused."""
 
 import pytest
 import torch
 
-from colossalai.model_zoo import bert, vit
+from colossalai.model_zoo import bert, gpt, resnet, vit
 from colossalai.registry import MODELS
 from tests.model_zoo.tiny import build, criterion_of, make_batch
 
@@ -21,6 +21,13 @@ pytestmark = pytest.mark.unit
         (vit.vit_huge_patch14_224, 632.046),
         (bert.bert_base, 109.514),
         (bert.bert_large, 335.175),
+        (gpt.gpt2_small, 124.440),
+        (gpt.gpt2_medium, 354.823),
+        (gpt.gpt2_large, 774.030),
+        (gpt.gpt2_xl, 1557.611),
+        (gpt.gpt3, 174_604.259),
+        (resnet.resnet18, 11.690),
+        (resnet.resnet34, 21.798),
     ],
 )
 def test_published_sizes(build_model, millions):
@@ -28,14 +35,19 @@ def test_published_sizes(build_model, millions):
         model = build_model()
     found = sum(param.numel() for param in model.parameters()) / 1e6
     assert found == pytest.approx(millions, abs=1e-3)
-    assert MODELS.get_module(build_model.__name__) is build_model
+    if build_model not in (resnet.resnet18, resnet.resnet34):  # torchvision has these names
+        assert MODELS.get_module(build_model.__name__) is build_model
 
 
-@pytest.mark.parametrize("name", ["bert", "vit"])
+@pytest.mark.parametrize("name", ["bert", "vit", "resnet"])
 def test_learns_a_batch(name):
     torch.manual_seed(0)
-    model, criterion = build(name, init_std=0.1), criterion_of(name)
-    inputs, labels = make_batch(name, 4, 0)
+    if name == "resnet":
+        model = resnet.resnet18(num_classes=4, in_channels=1, small_input=True, width=4)
+        criterion, inputs, labels = torch.nn.CrossEntropyLoss(), torch.randn(8, 1, 8, 8), torch.arange(8) % 4
+    else:
+        model, criterion = build(name, init_std=0.1), criterion_of(name)
+        inputs, labels = make_batch(name, 4, 0)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     for _ in range(40):
         optimizer.zero_grad()
@@ -43,6 +55,14 @@ def test_learns_a_batch(name):
         loss.backward()
         optimizer.step()
     assert loss.item() < 0.1
+
+
+@pytest.mark.parametrize(("small_input", "feature_size"), [(True, 32), (False, 8)])
+def test_small_input_keeps_the_size_in_the_stem_of_a_resnet(small_input, feature_size):
+    model = resnet.resnet18(num_classes=10, in_channels=1, small_input=small_input, width=4)
+    images = torch.randn(2, 1, 32, 32)
+    assert model.stem(images).shape == (2, 4, feature_size, feature_size)
+    assert model(images).shape == (2, 10)
 
 
 def test_bert_ties_the_head_to_the_embedding():
@@ -70,6 +90,9 @@ def test_nobody_attends_to_padding(name):
         (lambda: vit.ViTConfig(num_classes=0), "num_classes=0"),
         (lambda: bert.BertConfig(num_attention_heads=5), "does not divide into 5 heads"),
         (lambda: bert.BertConfig(dropout=1.0), "dropout=1.0"),
+        (lambda: gpt.GPTConfig(hidden_size=30, num_attention_heads=4), "does not divide into 4 heads"),
+        (lambda: gpt.GPTConfig(num_layers=0), "num_layers=0"),
+        (lambda: gpt.GPTConfig(dropout=1.0), "dropout=1.0"),
     ],
 )
 def test_impossible_shapes_are_refused(build_config, message):
