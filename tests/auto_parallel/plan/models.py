@@ -94,6 +94,12 @@ def arguments_of(build: Callable[[], nn.Module], batch: int) -> dict[str, Tensor
     return {name: batches_of(build, batch)[0][0].to("meta")}
 
 
+def arguments_in_double(build: Callable[[], nn.Module], batch: int) -> dict[str, Tensor]:
+    """Return the arguments of a forward in float64, without memory."""
+    given = arguments_of(build, batch)
+    return {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+
+
 @cache
 def slow_machine(*, link_bytes_per_s: float = 1e9) -> MachineProfile:
     """Return a machine whose operations take so long that sharing small models pays: 10 MFLOP/s, 10 MB/s.

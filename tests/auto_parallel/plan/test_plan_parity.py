@@ -13,7 +13,7 @@ from colossalai.booster.plugin import AutoPlugin
 from colossalai.shardformer import check_shards
 from tests.auto_parallel.plan.models import (
     LOSSES,
-    arguments_of,
+    arguments_in_double,
     batches_of,
     bert,
     bert_of_transformers,
@@ -42,8 +42,7 @@ def plan_of(
     build: Callable[[], nn.Module], batch: int, world_size: int, share: float | None, links: float
 ) -> AutoPlan:
     """Return a plan without a budget, or with a part of the bytes that one without it takes."""
-    model, given = build().double(), arguments_of(build, batch)
-    given = {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
+    model, given = build().double(), arguments_in_double(build, batch)
     how = {"world_size": world_size, "optimizer": "momentum", "profile": slow_machine(link_bytes_per_s=links)}
     free = make_plan(model, given, **how)
     return free if share is None else make_plan(model, given, memory_budget=share * free.peak_bytes, **how)

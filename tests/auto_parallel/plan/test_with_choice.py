@@ -9,7 +9,7 @@ import pytest
 from torch import Tensor, nn
 
 from colossalai.auto_parallel import AutoPlan, make_plan
-from tests.auto_parallel.plan.models import arguments_of, gpt, resnet, slow_machine
+from tests.auto_parallel.plan.models import arguments_in_double, arguments_of, gpt, resnet, slow_machine
 from tests.auto_parallel.plan.test_plan_parity import FAST, plan_of, run_of
 from tests.parity.training import check_runs
 from tests.tiers import further
@@ -164,8 +164,7 @@ def test_a_changed_plan_trains_as_one_process_does(
     build: Callable[[], nn.Module], batch: int, num_ranks: int, share: float | None, name: str, cut: str
 ) -> None:
     plan = plan_of(build, batch, num_ranks, share, FAST)
-    model, given = build().double(), arguments_of(build, batch)
-    given = {key: value.double() if value.is_floating_point() else value for key, value in given.items()}
+    model, given = build().double(), arguments_in_double(build, batch)
     loose = replace(plan, memory_budget=None)
     changed = loose.with_choice(
         name, cut, model=model, meta_args=given, profile=slow_machine(link_bytes_per_s=FAST)

@@ -20,7 +20,7 @@ from colossalai.device import DeviceMesh
 from colossalai.tensor import spec_of
 from tests.auto_parallel.plan.models import (
     LOSSES,
-    arguments_of,
+    arguments_in_double,
     batches_of,
     bert,
     gpt,
@@ -41,11 +41,6 @@ BATCH = 8
 PAIRS = {(0, 1): (1e-6, 1e-9), (2, 3): (2e-6, 3e-9), (0, 2): (1e-5, 1e-8)}
 
 
-def meta_args_of(build: Any) -> dict[str, Tensor]:
-    given = arguments_of(build, BATCH)
-    return {name: value.double() if value.is_floating_point() else value for name, value in given.items()}
-
-
 def built(build: Any) -> nn.Module:
     colossalai.launch_from_torch({}, verbose=False)
     torch.manual_seed(1024)
@@ -55,13 +50,12 @@ def built(build: Any) -> nn.Module:
 def trains(build: Any, options: dict[str, Any], norm_type: float) -> tuple[str, int]:
     model = built(build)
     twin = copy.deepcopy(model)
+    given = arguments_in_double(build, BATCH)
     if shape := options.pop("shape", None):
         mesh = DeviceMesh(torch.arange(dist.get_world_size()), mesh_shape=shape, init_process_group=True)
-        module, solution = initialize_model(
-            model, meta_args_of(build), device_mesh=mesh, return_solution=True, **options
-        )
+        module, solution = initialize_model(model, given, device_mesh=mesh, return_solution=True, **options)
     else:
-        module, solution = autoparallelize(model, meta_args_of(build), return_solution=True, **options)
+        module, solution = autoparallelize(model, given, return_solution=True, **options)
     assert [name for name, _ in module.named_parameters()] == [name for name, _ in twin.named_parameters()]
     assert list(module.state_dict()) == list(twin.state_dict())
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.05, momentum=0.9) for each in (module, twin)]
@@ -140,7 +134,7 @@ class WithLoss(nn.Module):
 def keeps_a_budget(path: Path, budget: float) -> list[float]:
     autoparallelize(
         built(gpt),
-        meta_args_of(gpt),
+        arguments_in_double(gpt, BATCH),
         shard_option="full_shard",
         memory_budget=budget,
         save_solver_solution=True,
@@ -154,7 +148,7 @@ def keeps_a_budget(path: Path, budget: float) -> list[float]:
 
 @pytest.mark.long
 def test_a_plan_for_a_budget_is_run_before_it_is_carried_out(tmp_path: Path) -> None:
-    budget = 0.7 * make_plan(gpt().double(), meta_args_of(gpt), world_size=1).peak_bytes
+    budget = 0.7 * make_plan(gpt().double(), arguments_in_double(gpt, BATCH), world_size=1).peak_bytes
     for counted, given in run_ranks(keeps_a_budget, 2, tmp_path / "budget.json", budget):
         assert 0 < counted <= given
 
@@ -266,7 +260,7 @@ def look_at_an_encoder() -> None:
 def look_at_a_saved_solution(path: Path) -> None:
     """It is loaded again, and mistakes change nothing."""
     how: dict[str, Any] = {"solver_solution_path": path, "return_solution": True}
-    given = meta_args_of(gpt)
+    given = arguments_in_double(gpt, BATCH)
     _, saved = autoparallelize(built(gpt), given, solver_preference="tp", save_solver_solution=True, **how)
     assert any(line.endswith(": output") for line in saved)
     dist.barrier()
@@ -278,7 +272,7 @@ def look_at_a_saved_solution(path: Path) -> None:
     with pytest.raises(
         ValueError, match="is the plan of another trace, of GPT with a batch of 8: this is Bert"
     ):
-        autoparallelize(bert().double(), meta_args_of(bert), load_solver_solution=True, **how)
+        autoparallelize(bert().double(), arguments_in_double(bert, BATCH), load_solver_solution=True, **how)
     with pytest.raises(ValueError, match=r"bytes of a rank, and memory_budget is 1,000: solve again with it"):
         autoparallelize(gpt().double(), given, load_solver_solution=True, memory_budget=1000.0, **how)
     model = gpt().double()
