@@ -20,6 +20,7 @@ from tests.tiers import further, in_soak
 
 pytestmark = pytest.mark.dist
 
+
 def published_loss(mode):
     colossalai.launch_from_torch({"parallel": {"tensor": MODES[mode]} if mode else {}}, verbose=False)
     torch.manual_seed(3)

@@ -8,14 +8,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from colossalai.tensor import spec_of
-from tests.parity.table import MODES, stages
-from tests.parity.training import Batch, Run, Task
+from tests.parity.table import MODES, ZERO_3, stages
+from tests.parity.tasks import fused, language
+from tests.parity.training import Run
 from tests.shardformer.models import (
     VOCAB,
-    InDouble,
     apertus,
     bert,
     bloom,
@@ -29,7 +29,6 @@ from tests.shardformer.models import (
     gpt2,
     gpt2_of_four_blocks,
     gpt_neox,
-    language_loss,
     llama,
     olmo2,
     phi,
@@ -65,27 +64,12 @@ def transformer(
         config: The rest of the config.
     """
     return Run(
-        task=Task(
-            build=build,
-            batches=_next_tokens,
-            criterion=_language_criterion,
-            optimizer=optimizer,
-            context=InDouble,  # which a recomputation does not see
-        ),
+        task=language(build, optimizer=optimizer),
         num_ranks=num_ranks,
         config={**config, "parallel": {"tensor": MODES[mode], **config.get("parallel", {})}},
         max_norm=0.5,
         check=partial(_check_cuts, uncut),
     )
-
-
-def _next_tokens() -> list[Batch]:
-    ids = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
-    return [(part, part.roll(-1, dims=1)) for part in ids]
-
-
-def _language_criterion() -> Callable[..., Tensor]:
-    return language_loss
 
 
 def _check_cuts(uncut: tuple[str, ...], model: Any) -> None:
@@ -100,7 +84,6 @@ def in_stages(build: Build, schedule: str) -> Run:
 
 
 AGAIN = {"recompute": True}
-ZERO_3 = {"zero": {"stage": 3}}
 
 TRANSFORMERS = [
     transformer(gpt2, 2, "wpe", **AGAIN),
@@ -135,30 +118,12 @@ TRANSFORMERS = [
 def with_fused_loss(build: Build, num_ranks: int, accumulation: int = 1, **config: Any) -> Run:
     """Return a run of a causal model whose loss is in chunks; the twin's is over whole logits."""
     return Run(
-        task=Task(
-            build=build,
-            batches=_some_labels,
-            criterion=None,
-            optimizer=ADAMW,
-            loss=_whole_loss,
-        ),
+        task=fused(build, VOCAB),
         num_ranks=num_ranks,
         config={"fused_loss": True, **config},
         accumulation=accumulation,
         max_norm=0.5,
     )
-
-
-def _some_labels() -> list[Batch]:
-    ids = torch.randint(VOCAB, (3, 16, 8), generator=torch.Generator().manual_seed(1))
-    labels = ids.clone()
-    labels[:, :, 2] = -100  # as many on each rank and in each microbatch
-    return [*zip(ids, labels, strict=True)]
-
-
-def _whole_loss(model: nn.Module, batch: Batch) -> Tensor:
-    ids, labels = batch
-    return nn.functional.cross_entropy(model(ids).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
 
 
 CUT = {"parallel": {"tensor": MODES["1d"]}}

@@ -119,8 +119,8 @@ def check_without_a_batch(build, check, wrapped):
     """Compare layers with those of the twin, which has the same start, over a sample without a batch."""
     check(wrapped)
     torch.manual_seed(SEED)
-    model, twin = wrapped.unwrap(), build()
-    x = signals(model.up.weight.dim() - 2)[0][0][0]
+    model, twin = wrapped.unwrap(), build().double()
+    x = signals(model.up.weight.dim() - 2)[0][0][0].double()
     six = x[:1].expand(6, *x.shape[1:])
     torch.testing.assert_close(model.down(model.up(x)), twin.down(twin.up(x)), rtol=0, atol=1e-10)
     found, expected = (each.fewer(each.last(each.head(six))) for each in (model, twin))

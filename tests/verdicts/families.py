@@ -14,9 +14,10 @@ import colossalai
 from colossalai.context import random_state, set_random_state
 from colossalai.shardformer import has_experts, rule_of
 from colossalai.shardformer._tp_plan import rules_of_plans
+from tests.parity.experts import table as experts
 from tests.parity.test_recomputed_dropout import gradients, largest_difference
 from tests.parity.training import train
-from tests.shardformer import models, test_experts
+from tests.shardformer import models
 from tests.shardformer.models import VOCAB, language_loss, planned
 from tests.shardformer.table import CUT, PATCHES, transformer
 
@@ -131,7 +132,7 @@ def run(column: str, label: str) -> str:
     if column == "ep":
         if not has_experts(family.build()):
             return "-"
-        test_experts.train(family.build, {}, 2)
+        train(experts.transformer(family.build, 2))
     elif column == "tp":
         train(transformer(family.build, 2, *family.uncut))
     else:

@@ -25,9 +25,9 @@ from tests.parity.experts.tasks import (
     OF_A_USER,
     WIDENET,
     moe_layers,
-    of_transformers,
 )
 from tests.parity.table import MODES, ZERO_3, stages
+from tests.parity.tasks import language
 from tests.parity.training import Run
 from tests.shardformer import models
 from tests.tiers import further, in_soak, pairwise
@@ -207,7 +207,7 @@ LAYERS = [
 def transformer(build: Callable[[], nn.Module], num_ranks: int, ep_size: int = 2, **config: Any) -> Run:
     """Return a run of a model of transformers, all of whose experts are cut."""
     return Run(
-        task=of_transformers(build),
+        task=language(build),
         num_ranks=num_ranks,
         config=with_experts(config, ep_size),
         accumulation=config.get("gradient_accumulation", 1),
@@ -256,7 +256,7 @@ TRANSFORMERS = [
     further(transformer(models.mixtral_with_lora, 4, parallel=TP)),
     further(transformer(models.qwen3_moe, 4, **UNIFORM(schedule="zb-h1"))),
     further(transformer(models.qwen3_moe, 4, parallel=TP)),
-    further(compiled(2, of_transformers(models.mixtral_of_eight))),
+    further(compiled(2, language(models.mixtral_of_eight))),
     Run(
         task=OF_A_USER,
         num_ranks=2,

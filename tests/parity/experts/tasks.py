@@ -34,7 +34,6 @@ from colossalai.shardformer import Rule, register_rule
 from colossalai.tensor import SpecKeeper, cut_dims, set_spec, spec_of
 from tests.parity.tasks import rebuilt, vectors
 from tests.parity.training import Batch, Task
-from tests.shardformer.models import VOCAB, InDouble, language_loss
 
 WIDTH, NUM_EXPERTS, NUM_CLASSES = 6, 4, 3
 AUX_WEIGHT = 0.5  # of a loss of about 1: what is wrong with it shows
@@ -279,26 +278,6 @@ def _images() -> list[Batch]:
 
 
 WIDENET = replace(routed(_widenet, _images), optimizer=partial(torch.optim.AdamW, lr=0.01))
-
-
-def of_transformers(build: Callable[[], nn.Module]) -> Task:
-    """Return the task of a causal model of transformers."""
-    return Task(
-        build=build,
-        batches=_texts,
-        criterion=_language_loss,
-        optimizer=partial(torch.optim.AdamW, lr=0.01),
-        context=InDouble,
-    )
-
-
-def _texts() -> list[Batch]:
-    ids = torch.randint(VOCAB, (3, 8, 6), generator=torch.Generator().manual_seed(1))
-    return [(part, part.roll(-1, dims=1)) for part in ids]
-
-
-def _language_loss() -> Any:
-    return language_loss
 
 
 class Towers(nn.Module):
