@@ -108,7 +108,9 @@ FURTHER = {
     "zero1-pp2": Layout(
         4, {"zero": {"stage": 1}, "parallel": {"pipeline": pipeline()}, "NUM_MICRO_BATCHES": 2}
     ),
+    "dp2-tp2": Layout(4, {"parallel": {"tensor": MODES["1d"]}}),
     "fsdp-tp2": Layout(4, {"zero": {"stage": 3}, "parallel": {"tensor": MODES["1d"]}}),
+    "fsdp-2d": Layout(8, {"zero": {"stage": 3}, "parallel": {"tensor": MODES["2d"]}}),
     "lamb": Layout(1, {}, "lamb"),
     "lamb-zero2": Layout(2, {"zero": {"stage": 2}}, "lamb"),
     "hybrid": Layout(2, {}, "hybrid", torch.float32),
@@ -157,13 +159,21 @@ class Run:
         with InDouble():  # the norms of models of transformers, whose sums would depend on the layout
             return [self._step(step) for step in steps]
 
+    def evaluate(self) -> None:
+        """Run the model forward."""
+        self._run(0, forward_only=True)
+
     def _step(self, step: int) -> float | None:
-        ids = make_batch("gpt", BATCH, step, VOCAB)[0].repeat(1, 2)[:, :SEQ]
-        part = ids.chunk(gpc.data_parallel_size)[gpc.mesh.axis_rank("dp")]
         self.engine.zero_grad()
-        _, _, loss = self.engine.execute_schedule(iter([(part, part)]), return_output_label=False)
+        loss = self._run(step)
         self.engine.step()
         return None if loss is None else float(loss)
+
+    def _run(self, step: int, *, forward_only: bool = False) -> Tensor | None:
+        ids = make_batch("gpt", BATCH, step, VOCAB)[0].repeat(1, 2)[:, :SEQ]
+        part = ids.chunk(gpc.data_parallel_size)[gpc.mesh.axis_rank("dp")]
+        batch = iter([(part, part)])
+        return self.engine.execute_schedule(batch, forward_only, return_output_label=False)[2]
 
     def tensors(self) -> Iterator[tuple[str, nn.Parameter, dict[str, Tensor]]]:
         """Yield each parameter that this rank has by its name in the whole model, with all tensors of it."""

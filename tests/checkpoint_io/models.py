@@ -1,10 +1,24 @@
 """Small models, trained for a step or two, that the tests save and load."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
+
+SMALL = 0.0005  # MB per shard: a few hundred bytes, so that there are many
+FORMATS: dict[str, dict[str, Any]] = {
+    "file": {},
+    "safetensors file": {"use_safetensors": True},
+    "shards": {"shard": True, "size_per_shard": SMALL},
+    "safetensors shards": {"shard": True, "size_per_shard": SMALL, "use_safetensors": True},
+}
+every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=list(FORMATS))
 
 
 class Tied(nn.Module):
@@ -36,6 +50,14 @@ class Counting(nn.Module):
 
     def set_extra_state(self, state: dict[str, object]) -> None:
         self.calls = state
+
+
+@contextmanager
+def group() -> Iterator[None]:
+    """Make a process group, and nothing else, for a block."""
+    dist.init_process_group("gloo")
+    yield
+    dist.destroy_process_group()
 
 
 def tied(seed: int = 0, dtype: torch.dtype = torch.float64) -> Tied:

@@ -11,18 +11,9 @@ from torch import nn
 
 from colossalai.checkpoint_io import load_model, save_model
 from colossalai.tensor import keep_full_precision
-from tests.checkpoint_io.models import Counting, Tied, assert_same_state, overwrite, tied
+from tests.checkpoint_io.models import SMALL, Counting, Tied, assert_same_state, every_format, overwrite, tied
 
 pytestmark = pytest.mark.unit
-
-SMALL = 0.0005  # MB per shard: a few hundred bytes, so that there are many
-FORMATS = {
-    "file": {},
-    "safetensors file": {"use_safetensors": True},
-    "shards": {"shard": True, "size_per_shard": SMALL},
-    "safetensors shards": {"shard": True, "size_per_shard": SMALL, "use_safetensors": True},
-}
-every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=list(FORMATS))
 
 
 @every_format

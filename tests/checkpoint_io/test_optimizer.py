@@ -12,17 +12,10 @@ from torch import nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from colossalai.checkpoint_io import load_model, load_optimizer, parameter_names, save_model, save_optimizer
-from tests.checkpoint_io.models import Tied, assert_same_state, overwrite, tied, train
+from tests.checkpoint_io.models import Tied, assert_same_state, every_format, overwrite, tied, train
 
 pytestmark = pytest.mark.unit
 
-FORMATS = {
-    "file": {},
-    "safetensors file": {"use_safetensors": True},
-    "shards": {"shard": True, "size_per_shard": 0.0005},
-    "safetensors shards": {"shard": True, "size_per_shard": 0.0005, "use_safetensors": True},
-}
-every_format = pytest.mark.parametrize("options", FORMATS.values(), ids=list(FORMATS))
 
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "sgd": partial(SGD, lr=0.1),

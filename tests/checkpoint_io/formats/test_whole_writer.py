@@ -15,8 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from colossalai.checkpoint_io import load_model, save_checkpoint, save_model
 from colossalai.checkpoint_io.formats._single import verify
 from colossalai.tensor import block_boxes
-from tests.checkpoint_io.models import assert_same_state, tied
-from tests.checkpoint_io.resharding.test_fsdp import group
+from tests.checkpoint_io.models import assert_same_state, group, tied
 from tests.harness.allocations import RankAllocations
 from tests.ranks import run_ranks
 

@@ -22,16 +22,10 @@ from colossalai.checkpoint_io import (
 )
 from colossalai.checkpoint_io.storage._async_save import BackgroundSave, _CommonCount
 from tests.checkpoint_io.killed_ranks import state_of
+from tests.checkpoint_io.models import group
 from tests.ranks import run_ranks
 
 WAIT_S = 120.0
-
-
-@contextmanager
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo")
-    yield
-    dist.destroy_process_group()
 
 
 @contextmanager
