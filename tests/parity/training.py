@@ -8,7 +8,7 @@ equality of losses, gradients and parameters with one process.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -75,6 +75,7 @@ class Run:
         config: That of the config door. None: there is only the plugin door.
         plugin: Makes the plugin of the plugin door. With a config as well the run is made through both, in
             one job, and the losses must be equal bit for bit, unless they come from sums in another order.
+        booster: Options of the Booster beside the plugin.
         accumulation: How many microbatches an update has.
         max_norm: Maximum gradient norm. None: gradients are not clipped.
         clip_value: Maximum of each element of the gradients, by a call before each update. None: they are not
@@ -89,6 +90,7 @@ class Run:
     num_ranks: int
     config: Mapping[str, Any] | None = None
     plugin: Callable[[], Plugin] | None = None
+    booster: Mapping[str, Any] = field(default_factory=dict)
     accumulation: int = 1
     max_norm: float | None = None
     clip_value: float | None = None
@@ -188,7 +190,7 @@ def through_engine(run: Run, twin: nn.Module) -> Subject:
 
 def through_booster(run: Run, plugin: Plugin, twin: nn.Module) -> Subject:
     """The plugin door; all microbatches but the last run under `no_sync`, unless each is to synchronize."""
-    booster = Booster(plugin=plugin)
+    booster = Booster(plugin=plugin, **run.booster)
     model, optimizer, criterion = _parts_of(run.task, twin)
     model, optimizer, criterion, *_ = booster.boost(model, optimizer, criterion)
     in_pipeline = gpc.mesh.axis_size("pp") > 1

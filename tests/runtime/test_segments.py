@@ -10,20 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import colossalai
-from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin, TorchFSDPPlugin
 from colossalai.context import Mesh, ParallelMode, random_state, reset_seeds, seed, set_random_state
 from colossalai.context._random import seed_all_modes
-from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.runtime import RecomputeSegment, Segments, apply_recompute, removable_recompute
-from colossalai.testing import ParityCase, Subject, check_parity, full_gradients, full_parameters
-from tests.parity.subjects import pipeline, zero
-from tests.ranks import run_ranks
 from tests.shardformer.models import gemma3, gpt2_of_four_blocks, language_loss, llama, t5
-from tests.turns import run_each
-from tests.zero.gemini.test_parity import through_booster as through_gemini
 
 WIDTH = 6
 NESTED = RecomputeSegment(0, 6, (RecomputeSegment(1, 5, (RecomputeSegment(1, 3),)),))
@@ -471,102 +462,3 @@ def test_blocks_that_are_no_chain() -> None:
     with pytest.raises(ValueError, match=r"'blocks\.0' and 'blocks\.1' are one block, which the model calls"):
         segmented(model, RecomputeSegment(0, 2))
     assert all(type(block) is Block for block in model.blocks)  # nothing was changed
-
-
-class Stack(nn.Module):
-    """A model that a pipeline can cut."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH))
-            for _ in range(4)
-        )
-        self.head = nn.Linear(WIDTH, 3)
-        self.double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-CUT = (RecomputeSegment(0, 2), RecomputeSegment(2, 4))
-DEEP = (RecomputeSegment(0, 4, (RecomputeSegment(0, 3, (RecomputeSegment(0, 2),)),)),)
-
-
-def sharded(case: ParityCase, chosen: Segments, model: nn.Module) -> Subject:
-    booster = Booster(plugin=TorchFSDPPlugin(recompute=chosen))
-    optimizer = case.build_optimizer(model.parameters())
-    model, optimizer, *_ = booster.boost(model, optimizer)
-
-    def step(batch: tuple[Tensor, ...]) -> Tensor:
-        optimizer.zero_grad()
-        loss = case.compute_loss(model, batch)
-        booster.backward(loss, optimizer)
-        optimizer.step()
-        return loss.detach()
-
-    gradients, parameters = partial(full_gradients, model), partial(full_parameters, model)
-    return Subject(step=step, gradients=gradients, parameters=parameters)
-
-
-def reduced(case: ParityCase, chosen: Segments, model: nn.Module) -> Subject:
-    plugin = LowLevelZeroPlugin(stage=2, precision="fp32", recompute=chosen)
-    return zero.through_booster(case, plugin, 1, model)
-
-
-def in_chunks(case: ParityCase, chosen: Segments, model: nn.Module) -> Subject:
-    return through_gemini(case, {"recompute": chosen}, 1, model)
-
-
-METHODS = {"ZeRO 2": reduced, "ZeRO 3": sharded, "Gemini": in_chunks}
-
-
-def make_case() -> ParityCase:
-    generator = torch.Generator().manual_seed(0)
-    return ParityCase(
-        build_model=Stack,
-        build_optimizer=partial(torch.optim.SGD, lr=0.1, momentum=0.9),
-        compute_loss=lambda model, batch: nn.functional.cross_entropy(model(batch[0]), batch[1]),
-        batches=[
-            (
-                torch.randn(8, WIDTH, generator=generator, dtype=torch.float64),
-                torch.randint(3, (8,), generator=generator),
-            )
-            for _ in range(3)
-        ],
-    )
-
-
-def with_replicas(name: str) -> int:
-    colossalai.launch_from_torch({}, verbose=False)
-    case = make_case()
-    losses = check_parity(case, partial(METHODS[name], case, Segments(DEEP, names_of(Stack()))))
-    gpc.destroy()
-    return len(losses)
-
-
-@pytest.mark.dist
-def test_with_replicas() -> None:
-    """Nested segments, where parameters are gathered by hooks of the blocks, or as they are used."""
-    assert run_each(2, with_replicas, [(name,) for name in METHODS]) == [[3, 3]] * len(METHODS)
-
-
-def in_a_pipeline() -> int:
-    colossalai.launch_from_torch({}, verbose=False)
-    case, names = make_case(), names_of(Stack())
-    options = {"tp_size": 1, "pp_size": 2, "recompute": Segments(CUT, names)}
-    apply = partial(pipeline.through_booster, case, options)
-    losses = check_parity(case, apply, slice_index=0, num_slices=1)
-    options["recompute"] = Segments((RecomputeSegment(1, 3),), names)
-    with pytest.raises(ValueError, match=r"from 'blocks\.1' to 'blocks\.2' has blocks of several stages"):
-        pipeline.through_booster(case, options, Stack())
-    gpc.destroy()
-    return len(losses)
-
-
-@pytest.mark.dist
-def test_in_a_pipeline() -> None:
-    """Each stage has a segment, and several microbatches between their forward and their backward."""
-    assert run_ranks(in_a_pipeline, 2) == [3, 3]
