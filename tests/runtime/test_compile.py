@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from colossalai.context import Config, ConfigException, Mesh
+from colossalai.context import Config, ConfigException
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.runtime.methods import CompiledBlocks
@@ -53,12 +53,10 @@ class Unsure(Block):
         raise KeyError("the user's own")
 
 
-@pytest.fixture
-def mesh(tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    yield Mesh({"dp": 1, "pp": 1}, rank=0)
-    torch.distributed.destroy_process_group()
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.utils.counters.clear()
+    yield
     torch._dynamo.reset()
 
 
@@ -71,7 +69,6 @@ def num_graphs():
 
 
 def test_blocks_are_compiled_in_place(mesh):
-    torch._dynamo.utils.counters.clear()
     model = Net()
     names = list(model.state_dict())
     kinds = [type(part) for part in model.modules()]
@@ -101,7 +98,6 @@ def strip_hooks(model):
 
 
 def test_a_model_without_blocks_is_compiled_as_a_whole(mesh):
-    torch._dynamo.utils.counters.clear()
     model = Block()
     x = torch.randn(3, 4)
     expected = model(x)

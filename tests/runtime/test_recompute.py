@@ -7,77 +7,24 @@ import torch
 from torch import nn
 
 import colossalai
-from colossalai.context import Mesh, ParallelMode, random_state, reset_seeds, seed, set_random_state
-from colossalai.context._random import seed_all_modes
 from colossalai.runtime import apply_recompute, checkpoint, find_blocks
+from tests.runtime.test_segments import WIDTH, Block, Net, alone, check
 from tests.shardformer.models import gemma3, language_loss
 
-pytestmark = pytest.mark.unit
+pytestmark = [pytest.mark.unit, pytest.mark.usefixtures("launched")]
 
 
-@pytest.fixture(autouse=True)
-def launched():
-    kept = random_state()
-    seed_all_modes(
-        3, Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")}), ("tp",)
-    )
-    yield
-    reset_seeds()
-    set_random_state(kept)
-
-
-class Block(nn.Module):
-    """Draws from two random states."""
-
-    def __init__(self):
-        super().__init__()
-        self.fc = nn.Linear(6, 6)
-        self.calls = 0
-
-    def forward(self, x):
-        self.calls += 1
-        with seed(ParallelMode.TENSOR):
-            x = nn.functional.dropout(x)
-        return nn.functional.dropout(torch.tanh(self.fc(x)))
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-        self.head = nn.Linear(6, 1)
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return self.head(x)
-
-
-def gradients(model, x):
-    kept = random_state()
-    model.zero_grad()
-    model(x).sum().backward()
-    found = [param.grad.clone() for param in model.parameters()]
-    after = torch.rand(2)
-    set_random_state(kept)
-    return found, after
-
-
-@pytest.mark.parametrize("select", [True, ["blocks.0", "blocks.2"], "blocks.1"])
-def test_gradients_and_later_random_numbers_are_the_same(select):
-    torch.set_default_dtype(torch.float64)
-    try:
-        model = Net()
-        twin = copy.deepcopy(model)
-        apply_recompute(model, select)
-        x = torch.randn(4, 6)
-        (found, after), (expected, after_twin) = gradients(model, x), gradients(twin, x)
-    finally:
-        torch.set_default_dtype(torch.float32)
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert torch.equal(after, after_twin)
-    chosen = {True: 3, "blocks.1": 1}.get(select if isinstance(select, bool | str) else "", 2)
-    assert sum(block.calls for block in model.blocks) == 3 + chosen  # forward, and again for the backward
+@pytest.mark.parametrize(
+    ("select", "times"),
+    [(True, [2] * 6), (["blocks.0", "blocks.2"], [2, 1, 2, 1, 1, 1]), ("blocks.1", [1, 2, 1, 1, 1, 1])],
+)
+def test_gradients_and_later_random_numbers_are_the_same(select, times):
+    model = Net(alone).double()
+    twin = copy.deepcopy(model)
+    apply_recompute(model, select)
+    x = torch.randn(4, WIDTH, dtype=torch.float64)
+    check(model, twin, lambda model: model(x).sum())
+    assert [block.calls for block in model.blocks] == times  # forward, and again for the backward
     assert list(dict(model.named_parameters())) == list(dict(twin.named_parameters()))
 
 
@@ -91,10 +38,10 @@ def test_fewer_activations_are_saved():
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            model(torch.randn(64, 6, requires_grad=True))
+            model(torch.randn(64, WIDTH, requires_grad=True))
         return total
 
-    assert saved_bytes(apply_recompute(Net(), True)) < 0.5 * saved_bytes(Net())
+    assert saved_bytes(apply_recompute(Net(alone), True)) < 0.5 * saved_bytes(Net(alone))
 
 
 def test_checkpoint_as_documented():
@@ -134,21 +81,18 @@ def test_a_checkpoint_module_recomputes_while_it_trains(offload):
         def _forward(self, x):
             return self.block(x)
 
-    torch.manual_seed(0)
     own, plain, x = Own(True), Own(False), torch.randn(2, 6)
     plain.load_state_dict(own.state_dict())
-    found, after = gradients(own, x)
-    expected, expected_after = gradients(plain, x)
-    torch.testing.assert_close((found, after), (expected, expected_after), rtol=0, atol=0)
+    check(own, plain, lambda model: model(x).sum())
     assert (own.block.calls, plain.block.calls) == (2, 1)
-    gradients(own.eval(), x)
+    own.eval()(x).sum().backward()
     assert own.block.calls == 3
     with pytest.raises(NotImplementedError, match="CheckpointModule and must define _forward"):
         colossalai.nn.CheckpointModule()(x)
 
 
 def test_blocks_are_found():
-    model = Net()
+    model = Net(alone)
     assert find_blocks(model) == list(model.blocks)
     assert find_blocks(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2))) == []
     assert len(find_blocks(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))) == 2
@@ -158,15 +102,15 @@ def test_refusals():
     with pytest.raises(ValueError, match="no stack of blocks"):
         apply_recompute(nn.Linear(2, 2), True)
     with pytest.raises(ValueError, match=r"'block\.0', which is not a sub-module; there are \['blocks'"):
-        apply_recompute(Net(), ["block.0"])
+        apply_recompute(Net(alone), ["block.0"])
     with pytest.raises(ValueError, match=r"recompute names 'block', which is not a sub-module"):
-        apply_recompute(Net(), "block")
+        apply_recompute(Net(alone), "block")
     with pytest.raises(ValueError, match=r"'blocks', a ModuleList, which is never called .* \['blocks\.0',"):
-        apply_recompute(Net(), "blocks")
+        apply_recompute(Net(alone), "blocks")
 
 
 def test_blocks_beside_other_parts_of_a_stack_are_found():
-    stack = nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Linear(6, 6), Net())
+    stack = nn.Sequential(nn.Linear(6, 6), Block(), Block(), nn.Linear(6, 6), Net(alone))
     assert find_blocks(stack) == [stack[1], stack[2], *stack[4].blocks]
     assert find_blocks(nn.Sequential(nn.Linear(6, 6), Block())) == []
 

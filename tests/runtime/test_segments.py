@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from colossalai.context import Mesh, ParallelMode, random_state, reset_seeds, seed, set_random_state
-from colossalai.context._random import seed_all_modes
+from colossalai.context import ParallelMode, random_state, seed, set_random_state
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.runtime import RecomputeSegment, Segments, apply_recompute, removable_recompute
 from tests.shardformer.models import gemma3, gpt2_of_four_blocks, language_loss, llama, t5
@@ -32,16 +31,6 @@ TIMES = {  # that each block runs forward
     "three deep": [2, 4, 4, 3, 3, 2],
     "in the last place": [2, 2, 3, 2, 1, 1],
 }
-
-
-@pytest.fixture
-def launched():
-    kept = random_state()
-    mesh = Mesh({"edp": 1, "ep": 1, "pp": 1, "tp": 1}, rank=0, views={"dp": ("edp", "ep")})
-    seed_all_modes(3, mesh, ("tp",))
-    yield
-    reset_seeds()
-    set_random_state(kept)
 
 
 class Block(nn.Module):
