@@ -28,7 +28,6 @@ from colossalai.checkpoint_io import (
 from tests.checkpoint_io.storage.moments import die_at_call
 from tests.harness.ports import reserved_port
 
-NUM_RANKS = 2
 MOST_SAVES = 3  # before the one in which the kill falls
 NUM_CALLS = (130, 20)  # that change files, of a save, by rank
 GRACE_S = 0.05  # for a rank that was not killed: it may notice or not
@@ -87,13 +86,15 @@ def state_of(step: int) -> TrainingState:
     return TrainingState(model=model, optimizer=optimizer, extra={"told": step})
 
 
-def run_tries(folder: Path, *, num_tries: int, seed: int) -> list[Kill]:
+def run_tries(folder: Path, *, num_tries: int, seed: int, num_ranks: int = 2) -> list[Kill]:
     """Kill ranks that save, again and again in one folder, and look at what is left each time.
+
+    One rank is a process without a process group, which does not save in the background.
 
     Raises:
         AssertionError: No complete training state was left, or not the last or the one before.
     """
-    keeper = Keeper(folder, seed)
+    keeper = Keeper(folder, seed, num_ranks)
     save_training_state(folder, state_of(0), step=0)
     return [keeper.one_try() for _ in range(num_tries)]
 
@@ -104,25 +105,28 @@ class Keeper:
     Args:
         folder: Where they save.
         seed: Of all that is random.
+        num_ranks: How many ranks there are, 1 or 2.
     """
 
-    def __init__(self, folder: Path, seed: int) -> None:
+    def __init__(self, folder: Path, seed: int, num_ranks: int) -> None:
         self._folder = folder
+        self._num_ranks = num_ranks
         self._source = random.Random(seed)
         self._last = 0
 
     def one_try(self) -> Kill:
         """Let ranks save, kill them, and return what happened."""
-        victims = self._source.choice([(0,), (1,), (0, 1)])
-        is_async, num_saves = self._source.random() < 0.5, self._source.randint(0, MOST_SAVES)
+        victims = self._source.choice([(0,), (1,), (0, 1)] if self._num_ranks > 1 else [(0,)])
+        is_async = self._source.random() < 0.5 and self._num_ranks > 1
+        num_saves = self._source.randint(0, MOST_SAVES)
         first = self._source.choice(victims)
         death = _Death(first, num_saves, int(self._source.uniform(0, 1.5 * NUM_CALLS[first])))
         counters = Counters()
         counters[_DONE] = self._last
         with tempfile.TemporaryFile("w+") as log, reserved_port() as port:
             pids = [
-                _fork(rank, port, self._folder, self._last + 1, is_async, counters, death, log.fileno())
-                for rank in range(NUM_RANKS)
+                self._fork(rank, port, is_async, counters, death, log.fileno())
+                for rank in range(self._num_ranks)
             ]
             try:
                 os.waitid(os.P_PID, pids[first], os.WEXITED | os.WNOWAIT)
@@ -143,6 +147,29 @@ class Keeper:
         left = [entry for entry in self._folder.iterdir() if entry.name.startswith(".")]
         return Kill(victims, is_async, done, begun, self._last, len(left))
 
+    def _fork(self, rank: int, port: int, is_async: bool, counters: Counters, death: _Death, log: int) -> int:
+        pid = os.fork()
+        if pid == 0:
+            try:
+                os.dup2(log, 2)
+                os.environ |= {
+                    **{"RANK": str(rank), "WORLD_SIZE": str(self._num_ranks)},
+                    **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
+                }
+                if self._num_ranks > 1:
+                    dist.init_process_group("gloo")
+                    dist.barrier()
+                _save_for_ever(
+                    self._folder,
+                    self._last + 1,
+                    is_async,
+                    counters if rank == 0 else Counters(),
+                    death if rank == death.rank else None,
+                )
+            finally:
+                os._exit(1)
+        return pid
+
 
 def told_by(folder: Path) -> int:
     """Return which save the newest complete training state is of, all of whose values must tell it."""
@@ -156,41 +183,9 @@ def told_by(folder: Path) -> int:
     return told
 
 
-def _fork(
-    rank: int,
-    port: int,
-    folder: Path,
-    first_step: int,
-    is_async: bool,
-    counters: Counters,
-    death: _Death,
-    log: int,
-) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            os.dup2(log, 2)
-            os.environ |= {
-                **{"RANK": str(rank), "WORLD_SIZE": str(NUM_RANKS)},
-                **{"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            }
-            dist.init_process_group("gloo")
-            _save_for_ever(
-                folder,
-                first_step,
-                is_async,
-                counters if rank == 0 else Counters(),
-                death if rank == death.rank else None,
-            )
-        finally:
-            os._exit(1)
-    return pid
-
-
 def _save_for_ever(
     folder: Path, first_step: int, is_async: bool, counters: Counters, death: _Death | None
 ) -> NoReturn:
-    dist.barrier()
     step = first_step
     while True:
         counters[_BEGUN] = step

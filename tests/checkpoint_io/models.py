@@ -100,3 +100,10 @@ def overwrite(checkpoint: Path) -> None:
     for path in checkpoint.iterdir() if checkpoint.is_dir() else [checkpoint]:
         with path.open("r+b") as file:
             file.write(bytes(path.stat().st_size))
+
+
+def flip_a_bit(path: Path) -> None:
+    """Damage a file in its middle."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)

@@ -28,6 +28,7 @@ from colossalai.checkpoint_io.storage._async_save import _pending
 from colossalai.checkpoint_io.storage._folder_lock import LOCK
 from colossalai.checkpoint_io.storage._manifest import MANIFEST
 from colossalai.core import global_context as gpc
+from tests.checkpoint_io.models import flip_a_bit
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.unit
@@ -41,12 +42,6 @@ def model() -> nn.Module:
 
 def save(folder: Path, step: int, **options: int) -> Path:
     return save_training_state(folder, TrainingState(model=model()), step=step, **options)
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def steps(folder: Path) -> list[str]:

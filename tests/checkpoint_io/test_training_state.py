@@ -22,7 +22,7 @@ from colossalai.checkpoint_io import (
 )
 from colossalai.checkpoint_io.storage._manifest import MANIFEST
 from colossalai.context import random_state, set_random_state
-from tests.checkpoint_io.models import assert_same_state, tied, train
+from tests.checkpoint_io.models import assert_same_state, flip_a_bit, tied, train
 
 pytestmark = pytest.mark.unit
 
@@ -56,12 +56,6 @@ def run(seed: int) -> TrainingState:
 
 def draw() -> tuple[float, float, float]:
     return random.random(), float(np.random.rand()), torch.rand(()).item()
-
-
-def flip_a_bit(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def names(folder: Path) -> list[str]:

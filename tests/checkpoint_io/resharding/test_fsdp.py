@@ -1,4 +1,4 @@
-"""A model that is sharded without a plugin, saved on two ranks and loaded in one process; errors of a rank."""
+"""A model sharded without a plugin, saved on two ranks and loaded in one process; errors of ranks."""
 
 import resource
 from pathlib import Path

@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -23,22 +22,19 @@ class FileCalls:
     """Counts calls that change files, of the compiled functions that Python calls; for `sys.setprofile`.
 
     Args:
-        die_at: The process is killed before the call of this number, from 0; None for never.
-
-    Attributes:
-        count: The number of calls so far.
+        die_at: The process is killed before the call of this number, from 0.
     """
 
-    def __init__(self, die_at: int | None = None) -> None:
-        self.count = 0
+    def __init__(self, die_at: int) -> None:
+        self._count = 0
         self._die_at = die_at
 
     def __call__(self, frame: FrameType, event: str, function: Any) -> None:
         """Count a call."""
         if event == "c_call" and function.__name__ in _CALLS:
-            if self._die_at is not None and self.count >= self._die_at:
+            if self._count >= self._die_at:
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.count += 1
+            self._count += 1
 
 
 def die_at_call(number: int) -> None:
@@ -46,14 +42,3 @@ def die_at_call(number: int) -> None:
     calls = FileCalls(number)
     threading.setprofile(calls)
     sys.setprofile(calls)
-
-
-def num_calls_of(function: Callable[[], object]) -> int:
-    """Return the number of calls that change files while a function runs, in this thread."""
-    calls = FileCalls()
-    sys.setprofile(calls)
-    try:
-        function()
-    finally:
-        sys.setprofile(None)
-    return calls.count
