@@ -1,6 +1,8 @@
 """The plugin door: several models in one job, checkpoints across plugins, precisions by name."""
 
 import logging
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -16,6 +18,8 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.nn import Lamb, Lars
 from colossalai.testing import assert_close, full_gradients, full_parameters
+from tests.parity.tasks import NET
+from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
@@ -159,76 +163,58 @@ def test_training_goes_on_under_another_plugin(tmp_path, save, load, shard, use_
             assert_close(value, expected[name], rtol=1e-10, atol=1e-10)
 
 
-def whole_tensor_optimizer(optimizer_class, method):
-    colossalai.launch_from_torch(config={}, verbose=False)
-    booster = Booster(plugin=PLUGINS[method]())
-    model = make_model()
-    optimizer = optimizer_class(model.parameters(), lr=0.1)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    for step in range(3):
-        optimizer.zero_grad()
-        booster.backward(model(my_slice(make_batch(step))).square().mean(), optimizer)
-        optimizer.step()
-    return full_parameters(model)
+ROWS = [
+    # Optimizers that need whole tensors.
+    *(
+        Run(task=replace(NET, optimizer=partial(optimizer, lr=0.1)), num_ranks=2, plugin=plugin)
+        for optimizer in (Lamb, Lars)
+        for plugin in PLUGINS.values()
+    ),
+    # Options of the plugins.
+    *(
+        Run(task=NET, num_ranks=2, plugin=partial(PLUGINS[name], **options), booster=more)
+        for name, options, more in (
+            ("ddp", {"recompute": True}, {}),
+            ("fsdp", {"recompute": True}, {}),
+            ("fsdp", {"reshard_after_forward": False}, {"mixed_precision": "fp32"}),
+            ("fsdp", {"cpu_offload": True}, {}),
+            ("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, {}),
+        )
+    ),
+]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("optimizer_class", [Lamb, Lars])
-def test_optimizers_that_need_whole_tensors(optimizer_class):
-    model = make_model()
-    optimizer = optimizer_class(model.parameters(), lr=0.1)
-    for step in range(3):
-        optimizer.zero_grad()
-        model(make_batch(step)).square().mean().backward()
-        optimizer.step()
-    cases = [(optimizer_class, method) for method in ("ddp", "fsdp")]
-    for params in chain(*run_each(2, whole_tensor_optimizer, cases)):
-        for name, value in params.items():
-            assert_close(value, model.get_parameter(name), rtol=1e-10, atol=1e-10)
-
-
-class Blocks(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return x
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(ROWS))
+def test_optimizers_and_options_are_one_process(num_ranks, runs):
+    check_runs(num_ranks, runs)
 
 
 def gradients_with(method, options, precision):
     colossalai.launch_from_torch(config={}, verbose=False)
     booster = Booster(mixed_precision=precision, plugin=PLUGINS[method](**options))
-    torch.manual_seed(0)
-    model = Blocks()
+    model = make_model().float()
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     booster.backward(model(my_slice(make_batch(0).float())).square().mean(), optimizer)
     optimizer.clip_grad_by_norm(1e9)  # unscales
     return full_gradients(model)
 
 
-OPTIONS = [
-    (("ddp", {"recompute": True}, None), 1e-6),
-    (("fsdp", {"recompute": True}, None), 1e-6),
-    (("fsdp", {"reshard_after_forward": False}, "fp32"), 1e-6),
-    (("fsdp", {"cpu_offload": True}, None), 1e-6),
-    (("ddp", {"find_unused_parameters": True, "gradient_as_bucket_view": True}, None), 1e-6),
+LOW = [
     # 8 bits of mantissa
     (("fsdp", {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}, None), 2e-2),
-    (("fsdp", {"recompute": ["blocks.1"]}, "bf16"), 2e-2),
+    (("fsdp", {"recompute": ["2"]}, "bf16"), 2e-2),
     (("ddp", {}, "fp16"), 5e-3),  # 11 bits of mantissa
 ]
 
 
 @pytest.mark.dist
-def test_options_of_the_plugins():
-    torch.manual_seed(0)
-    model = Blocks()
+def test_low_precision_by_the_plugins():
+    model = make_model().float()
     model(make_batch(0).float()).square().mean().backward()
-    found = run_each(2, gradients_with, [case for case, _ in OPTIONS])
-    for by_rank, (_, tolerance) in zip(found, OPTIONS, strict=True):
+    for by_rank, (_, tolerance) in zip(
+        run_each(2, gradients_with, [case for case, _ in LOW]), LOW, strict=True
+    ):
         for name, grad in (item for grads in by_rank for item in grads.items()):
             assert_close(grad, model.get_parameter(name).grad, rtol=tolerance, atol=tolerance)
 
