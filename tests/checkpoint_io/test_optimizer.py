@@ -152,13 +152,16 @@ def test_the_file_is_readable_by_itself(tmp_path: Path) -> None:
     assert content["param_groups"][0]["params"][0] == "embed.weight"
 
 
-def test_model_and_optimizer_share_a_folder(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{"shard": True}, {"gather_dtensor": False}], ids=["shards", "slices"])
+def test_model_and_optimizer_share_a_folder(options: dict[str, Any], tmp_path: Path) -> None:
     model, other = tied(seed=1), tied(seed=2)
     optimizer = Adam(model.parameters())
     train(model, optimizer, steps=range(1))
     for _ in range(2):
-        save_model(model, tmp_path, shard=True)
-        save_optimizer(optimizer, tmp_path, param_names=parameter_names(model), shard=True)
+        save_model(model, tmp_path, **options)
+        save_optimizer(optimizer, tmp_path, param_names=parameter_names(model), **options)
+    if "gather_dtensor" in options:
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "optimizer"]
     load_model(other, tmp_path)
     twin = Adam(other.parameters())
     load_optimizer(twin, tmp_path, param_names=parameter_names(other))
