@@ -18,6 +18,7 @@ from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.nn import Lamb, Lars
 from colossalai.testing import assert_close, full_gradients, full_parameters
+from tests.booster.test_accumulate import assert_trained
 from tests.parity.tasks import NET
 from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
@@ -66,9 +67,7 @@ def test_teacher_and_student():
         optimizer.zero_grad()
         nn.functional.mse_loss(student(x), teacher(x).detach()).backward()
         optimizer.step()
-    for params in chain(*run_each(2, distill, [("ddp",), ("fsdp",)])):
-        for name, value in params.items():
-            assert_close(value, student.get_parameter(name), rtol=1e-10, atol=1e-10)
+    assert_trained(chain(*run_each(2, distill, [("ddp",), ("fsdp",)])), student)
 
 
 def play(generator, critic, g_optimizer, c_optimizer, backward, share):
@@ -105,8 +104,7 @@ def test_two_models_and_two_optimizers():
     play(generator, critic, *optimizers, lambda loss, optimizer: loss.backward(), lambda x: x)
     for found in run_ranks(gan, 2):
         for params, model in zip(found, models, strict=True):
-            for name, value in params.items():
-                assert_close(value, model.get_parameter(name), rtol=1e-10, atol=1e-10)
+            assert_trained([params], model)
 
 
 def train_two_steps(booster, model, optimizer, scheduler):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import pytest
@@ -17,11 +19,11 @@ from colossalai.booster.plugin import (
     LowLevelZeroPlugin,
     Plugin,
     TorchDDPPlugin,
-    TorchFSDPPlugin,
 )
 from colossalai.core import global_context as gpc
-from colossalai.testing import assert_close, full_parameters
-from tests.booster.test_accumulate import Model, make_model
+from colossalai.testing import full_parameters
+from tests.booster import test_accumulate as accumulating
+from tests.booster.test_accumulate import Model, assert_trained, make_model
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
@@ -31,18 +33,14 @@ pytestmark = pytest.mark.dist
 DTYPE = torch.float64
 
 
-def make_plugin(name: str) -> Plugin:
-    return {
-        "ddp": TorchDDPPlugin,
-        "fsdp": TorchFSDPPlugin,
-        "zero1": lambda: LowLevelZeroPlugin(stage=1, precision="fp32"),
-        "zero2": lambda: LowLevelZeroPlugin(stage=2, precision="fp32"),
-        "gemini": lambda: GeminiPlugin(
-            precision="fp32", min_chunk_size_mb=2e-5, search_range_mb=0, hidden_dim=1
-        ),
-        "zero1 fp16": lambda: LowLevelZeroPlugin(stage=1, precision="fp16", initial_scale=2.0**8),
-        "pipeline": lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2, max_norm=0.5),
-    }[name]()
+PLUGINS: dict[str, Callable[[], Plugin]] = {
+    **accumulating.PLUGINS,
+    "gemini": partial(
+        GeminiPlugin, precision="fp32", min_chunk_size_mb=2e-5, search_range_mb=0, hidden_dim=1
+    ),
+    "zero1 fp16": partial(LowLevelZeroPlugin, stage=1, precision="fp16", initial_scale=2.0**8),
+    "pipeline": partial(HybridParallelPlugin, pp_size=2, num_microbatches=2, max_norm=0.5),
+}
 
 
 def optimizers_of(model: Model) -> list[torch.optim.Optimizer]:
@@ -58,10 +56,10 @@ def batch_of(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(8, n, generator=generator, dtype=DTYPE) for n in (3, 2))  # type: ignore[return-value]
 
 
-def twin(*, max_norm: float = 0.0, steps: int = 3) -> nn.Module:
+def twin(max_norm: float) -> nn.Module:
     model = make_model()
     optimizers = optimizers_of(model)
-    for step in range(steps):
+    for step in range(3):
         x, y = batch_of(step)
         nn.functional.mse_loss(model(x), y).backward()
         for optimizer in optimizers:
@@ -80,7 +78,7 @@ def values_of(model: Any, method: str) -> dict[str, torch.Tensor]:
 
 def train(method: str, kind: type, num_microbatches: int) -> dict[str, torch.Tensor]:
     colossalai.launch_from_torch({}, verbose=False)
-    booster = Booster(plugin=make_plugin(method), gradient_accumulation=num_microbatches)
+    booster = Booster(plugin=PLUGINS[method](), gradient_accumulation=num_microbatches)
     model = make_model()
     given = kind(optimizers_of(model))
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 100) for each in given]
@@ -113,33 +111,20 @@ def train(method: str, kind: type, num_microbatches: int) -> dict[str, torch.Ten
 
 
 METHODS = ("ddp", "fsdp", "zero1", "zero2", "gemini", "pipeline")
+CASES = [
+    *((method, (tuple, list)[number % 2], 1 + number % 2) for number, method in enumerate(METHODS)),
+    ("zero1 fp16", list, 1),
+]
+FURTHER = [(method, kind, num) for method in METHODS for kind, num in ((tuple, 1), (list, 2))]
 
 
-def test_parts_of_a_model_with_an_optimizer_each() -> None:
+@pytest.mark.parametrize("cases", [CASES, further(FURTHER)], ids=["each method", "each window"])
+def test_parts_of_a_model_with_an_optimizer_each(cases: list[tuple[str, type, int]]) -> None:
     """Under each method; in fp16 both have one loss scale."""
-    cases = [
-        *((method, (tuple, list)[number % 2], 1 + number % 2) for number, method in enumerate(METHODS)),
-        ("zero1 fp16", list, 1),
-    ]
     for (method, *_), by_rank in zip(cases, run_each(2, train, cases), strict=True):
-        expected = twin(max_norm=0.5 if method == "pipeline" else 0.0)
         # some twenty operations, each rounded by 2^-11
         tolerance = 0.01 if method == "zero1 fp16" else 1e-10
-        for params in by_rank:
-            for name, value in params.items():
-                wanted = expected.get_parameter(name)
-                value = value.double() if method == "zero1 fp16" else value
-                assert_close(value, wanted, rtol=tolerance, atol=tolerance)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("method", METHODS)
-def test_windows_of_parts_of_a_model(method: str) -> None:
-    expected = twin(max_norm=0.5 if method == "pipeline" else 0.0)
-    for by_rank in run_each(2, train, [(method, tuple, 1), (method, list, 2)]):
-        for params in by_rank:
-            for name, value in params.items():
-                assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
+        assert_trained(by_rank, twin(0.5 if method == "pipeline" else 0.0), tolerance)
 
 
 class GAN(nn.Module):
@@ -175,7 +160,7 @@ def players_of(model: GAN) -> tuple[torch.optim.Optimizer, ...]:
 
 def gan(method: str) -> dict[str, torch.Tensor]:
     colossalai.launch_from_torch({}, verbose=False)
-    plugin = TorchDDPPlugin(find_unused_parameters=True) if method == "ddp" else make_plugin(method)
+    plugin = TorchDDPPlugin(find_unused_parameters=True) if method == "ddp" else PLUGINS[method]()
     booster = Booster(plugin=plugin)
     raw = GAN()
     model, players, *_ = booster.boost(raw, players_of(raw))
@@ -188,9 +173,7 @@ def test_a_gan_in_one_module(methods: tuple[str, ...]) -> None:
     expected = GAN()
     play(expected, players_of(expected), lambda loss, _: loss.backward(), lambda x: x)
     for by_rank in run_each(2, gan, [(method,) for method in methods]):
-        for params in by_rank:
-            for name, value in params.items():
-                assert_close(value, expected.get_parameter(name), rtol=1e-10, atol=1e-10)
+        assert_trained(by_rank, expected)
 
 
 def mistakes() -> None:

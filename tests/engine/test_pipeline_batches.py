@@ -18,6 +18,7 @@ from colossalai.logging import get_dist_logger
 from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan
 from colossalai.trainer import Trainer, hooks
+from tests.engine.test_pipeline_engine import Net
 from tests.ranks import RanksError, run_ranks
 
 pytestmark = pytest.mark.dist
@@ -28,27 +29,9 @@ WHOLE = {"class_weights": None}
 OPTIONS: dict[str, Any] = {"batch_dim": WHOLE, "loss_reduction": "sum"}
 
 
-class Net(nn.Module):
-    """A classifier with a stack of blocks; with `is_transposed` samples are columns, in and out."""
-
-    def __init__(self, is_transposed: bool = False) -> None:
-        super().__init__()
-        self.stem = nn.Linear(4, 6)
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(4))
-        self.head = nn.Linear(6, NUM)
-        self.is_transposed = is_transposed
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x.t() if self.is_transposed else x)
-        for block in self.blocks:
-            x = block(x)
-        x = self.head(x)
-        return x.t() if self.is_transposed else x
-
-
 def net(is_transposed: bool = False) -> nn.Module:
     torch.manual_seed(1024)
-    return Net(is_transposed)
+    return Net(num_classes=NUM, is_transposed=is_transposed)
 
 
 def batch(step: int = 0) -> tuple[Tensor, dict[str, Tensor]]:

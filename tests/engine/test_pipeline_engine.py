@@ -1,6 +1,6 @@
 """The engine and the trainer over a pipeline: what each rank sees, evaluation, precision, mistakes."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,9 @@ from colossalai.engine.schedule import PipelineSchedule, get_tensor_shape
 from colossalai.nn.metric import Accuracy
 from colossalai.pipeline import make_schedule, write_schedule
 from colossalai.trainer import Trainer, hooks
+from tests.parity.table import stages
+from tests.parity.tasks import NET
+from tests.parity.training import Run, check_runs
 from tests.ranks import RanksError, run_ranks
 from tests.tiers import further
 from tests.turns import run_each
@@ -29,21 +32,29 @@ PARALLEL = {"pipeline": {"size": 2, "partition": "uniform"}}
 
 
 class Net(nn.Module):
-    """A classifier with a stack of blocks, and dropout that evaluation leaves out."""
+    """A classifier with a stack of blocks.
 
-    def __init__(self, dropout: float = 0.0) -> None:
+    Args:
+        dropout: Rate of a dropout that evaluation leaves out.
+        num_classes: Number of classes.
+        is_transposed: Whether samples are columns, in and out.
+    """
+
+    def __init__(self, dropout: float = 0.0, num_classes: int = 3, is_transposed: bool = False) -> None:
         super().__init__()
+        self.is_transposed = is_transposed
         self.stem = nn.Linear(4, 6)
         self.blocks = nn.ModuleList(
             nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Dropout(dropout)) for _ in range(4)
         )
-        self.head = nn.Linear(6, 3)
+        self.head = nn.Linear(6, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.stem(x)
+        x = self.stem(x.t() if self.is_transposed else x)
         for block in self.blocks:
             x = block(x)
-        return self.head(x)
+        x = self.head(x)
+        return x.t() if self.is_transposed else x
 
 
 def data() -> tuple[Tensor, Tensor]:
@@ -336,8 +347,8 @@ class Answering(Net):
         return Answer(logits, logits.detach().square().mean().item(), logits.detach().mean().reshape(1))
 
 
-def outputs_and_sums() -> None:
-    x, y = data()  # 8 samples: microbatches of 3, 3 and 2
+def outputs_of_a_dataclass() -> None:
+    x, _ = data()  # 8 samples: microbatches of 3, 3 and 2
     colossalai.launch_from_torch({"parallel": PARALLEL, "NUM_MICRO_BATCHES": 3}, verbose=False)
     torch.manual_seed(1024)
     logits = Net()(x).detach()
@@ -348,26 +359,23 @@ def outputs_and_sums() -> None:
         torch.testing.assert_close(output.logits, logits)
         assert output.norm == pytest.approx(logits.square().mean().item())
         torch.testing.assert_close(output.penalty, logits.mean().reshape(1))
-    cross_entropy = partial(nn.functional.cross_entropy, reduction="sum")
-    for criterion in (
-        nn.CrossEntropyLoss(reduction="sum"),
-        col_nn.CrossEntropyLoss(reduction="sum"),
-        cross_entropy,
-    ):
-        torch.manual_seed(1024)
-        model = Net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        engine, *_ = colossalai.initialize(model, optimizer, criterion, verbose=False)
-        _, _, loss = engine.execute_schedule(iter([(x, y)]))
-        plain = reference()
-        expected = cross_entropy(plain(x), y)
-        expected.backward()
-        torch.testing.assert_close(loss, expected.detach().double())
-        for param in engine.model.parameters():
-            name = engine.optimizer.param_names[param]
-            torch.testing.assert_close(param.grad, plain.get_parameter(name).grad)
     gpc.destroy()
 
 
-def test_dataclasses_numbers_and_sums() -> None:
-    run_ranks(outputs_and_sums, 2)
+def test_dataclasses_and_numbers() -> None:
+    run_ranks(outputs_of_a_dataclass, 2)
+
+
+SUMS = [
+    Run(task=replace(NET, criterion=criterion), num_ranks=2, config=stages(2, num_microbatches=3))
+    for criterion in (
+        partial(nn.CrossEntropyLoss, reduction="sum"),
+        partial(col_nn.CrossEntropyLoss, reduction="sum"),
+        partial(partial, nn.functional.cross_entropy, reduction="sum"),
+    )
+]
+
+
+def test_criteria_that_sum() -> None:
+    """16 samples: microbatches of 6, 6 and 4."""
+    check_runs(2, [(run,) for run in SUMS])
