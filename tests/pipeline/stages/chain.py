@@ -1,5 +1,7 @@
 """A cut model run by hand: its stages one after the other in one process, next to the whole model."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,7 +51,7 @@ def sum_ties(stages: list[nn.Module]) -> None:
     """Sum the gradients of shared parameters, as the step of a pipeline does."""
     shared = [dict_of(stage) for stage in stages]
     for names in {names for found in shared for names in found}:
-        params = [found[names] for found in shared if names in found]
+        params = list(dict.fromkeys(found[names] for found in shared if names in found))
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
         for param in params:
             param.grad = sum(grads)
@@ -62,11 +64,16 @@ def dict_of(stage: nn.Module) -> dict[Any, nn.Parameter]:
 
 
 def check_cut(case: Case, num_stages: int, **options: Any) -> list[nn.Module]:
-    """Check outputs, gradients and names of a cut model against the whole one; return the stages."""
+    """Check a cut model, see `check_stages`; return the stages."""
+    return check_stages(case, partial(cut_all, case, num_stages, **options))
+
+
+def check_stages(case: Case, make_stages: Callable[[], list[nn.Module]]) -> list[nn.Module]:
+    """Check outputs, gradients and names of stages against the whole model; return the stages."""
     whole = case.build()
     expected = case.output(whole(**case.data()))
     expected.backward(loss_grad(expected))
-    stages = cut_all(case, num_stages, **options)
+    stages = make_stages()
     result = run_chain(stages, case)
     torch.testing.assert_close(result, expected.detach(), rtol=1e-10, atol=1e-10)
     sum_ties(stages)
