@@ -21,7 +21,8 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.tensor import PaddedSpec, ProcessGroup, spec_of
 from colossalai.zero import ColoInitContext
-from tests.parity.experts.tasks import CUT_BY_HAND, cut_net, of_transformers
+from tests.parity.experts.tasks import CUT_BY_HAND, cut_net
+from tests.parity.tasks import language
 from tests.parity.training import Run, check_runs, grouped_runs
 from tests.ranks import run_ranks
 from tests.shardformer.models import gpt2 as hugging_gpt2
@@ -60,7 +61,7 @@ BY_HYBRID = functools.partial(HybridParallelPlugin, tp_size=2, pp_size=1, precis
 
 def of_slices(num_ranks: int, optimizer: Build, zero_stage: int = 0) -> Run:
     """Return a run of GPT-2: fused query, key and value, a padded vocabulary, tied embeddings."""
-    task = replace(of_transformers(hugging_gpt2), optimizer=optimizer)
+    task = replace(language(hugging_gpt2), optimizer=optimizer)
     plugin = functools.partial(BY_HYBRID, zero_stage=zero_stage)
     return Run(task=task, num_ranks=num_ranks, plugin=plugin, check=something_is_cut)
 

@@ -18,7 +18,7 @@ from colossalai.pipeline import PipelineOptions
 from colossalai.runtime import Plan, assemble
 from colossalai.shardformer import Rule, shard_model
 from colossalai.tensor import PaddedSpec, spec_of
-from tests.parity.training import SEED, Run, check_runs, grouped_runs, whole
+from tests.parity.training import SEED, Run, check_runs, grouped_runs, in_float64, whole
 from tests.ranks import run_ranks
 from tests.shardformer.by_plan import build_plain, first_step, images, run_by_plan
 from tests.tiers import further
@@ -119,7 +119,8 @@ def check_without_a_batch(build, check, wrapped):
     """Compare layers with those of the twin, which has the same start, over a sample without a batch."""
     check(wrapped)
     torch.manual_seed(SEED)
-    model, twin = wrapped.unwrap(), build().double()
+    with in_float64():
+        model, twin = wrapped.unwrap(), build()
     x = signals(model.up.weight.dim() - 2)[0][0][0].double()
     six = x[:1].expand(6, *x.shape[1:])
     torch.testing.assert_close(model.down(model.up(x)), twin.down(twin.up(x)), rtol=0, atol=1e-10)

@@ -20,7 +20,7 @@ from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
 from colossalai.nn.parallel import ArrivingParams, GeminiDDP
 from colossalai.zero.gemini import ChunkSizes, Gemini
-from tests.parity.experts.tasks import of_transformers
+from tests.parity.tasks import language
 from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
 from tests.ranks import run_ranks
 from tests.shardformer.models import planned
@@ -64,7 +64,7 @@ def mixtral() -> nn.Module:
 def by_class(num_ranks: int, accumulation: int, **options: Any) -> Run:
     """Return a run of a Mixtral whose class of experts is gathered whole."""
     optimizer = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
-    task = replace(of_transformers(mixtral), optimizer=optimizer, context=nullcontext)
+    task = replace(language(mixtral), optimizer=optimizer, context=nullcontext)
     options = {"whole_modules": [MixtralSparseMoeBlock], "min_chunk_size_mb": 0.001, **options}
     return by_gemini(task, num_ranks, accumulation, 0.1, **options)
 
