@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import colossalai
 from colossalai.booster import Booster
@@ -81,14 +80,7 @@ NESTED = Segments(
 )
 
 
-def chain() -> nn.Module:
-    """Return blocks and nothing else."""
-    blocks = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 5)) for _ in range(4))
-    return nn.Sequential(nn.Sequential(*blocks))
-
-
-CHAIN = replace(NET, build=chain)
-TWO = Segments((RecomputeSegment(0, 2), RecomputeSegment(2, 4)), tuple(f"0.{number}" for number in range(4)))
+TWO = Segments((RecomputeSegment(0, 2), RecomputeSegment(2, 4)), NAMES)
 STAGES = {"tp_size": 1, "pp_size": 2, "num_microbatches": 4}
 CHUNKS = {"precision": "fp32", "min_chunk_size_mb": 0.00003, "search_range_mb": 0, "hidden_dim": 1}
 RECOMPUTED = [
@@ -98,7 +90,7 @@ RECOMPUTED = [
         for plugin in (REDUCED, TorchFSDPPlugin, partial(GeminiPlugin, **CHUNKS))
     ),
     # Each stage has a segment, and several microbatches between their forward and their backward.
-    Run(task=CHAIN, num_ranks=2, plugin=partial(HybridParallelPlugin, recompute=TWO, **STAGES)),
+    Run(task=FOUR_BLOCKS, num_ranks=2, plugin=partial(HybridParallelPlugin, recompute=TWO, **STAGES)),
 ]
 
 

@@ -271,13 +271,13 @@ class ModelStage(PipelineStage):
         if self._no_cache:  # a cache of keys and values for generation would be of this stage only
             kwargs.setdefault("use_cache", False)
         self._flow.received = unpack(received)
+        self._flow.has_reached_blocks = False  # a recomputation in a backward has called blocks, too
         try:
             output = self.__dict__["_model"](*args, **kwargs)
         except StageEnd as end:
             return pack(end.output, block=self._last_block)
         finally:
             self._flow.received = None
-            self._flow.has_reached_blocks = False
         if self.index < self.num_stages - 1:
             raise RuntimeError(
                 f"the forward of the model ended without calling block {self._last_block!r}: a model that "
