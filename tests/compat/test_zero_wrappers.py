@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -16,17 +17,13 @@ from colossalai.logging import get_dist_logger
 from colossalai.zero import LowLevelZeroOptimizer, zero_model_wrapper, zero_optim_wrapper
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.training import Net, adamw, assert_same, batch_of, plugin
+from tests.zero.training import SMALL, Net, Twins, adamw, assert_same, batch_of, part_of, plugin
 
 pytestmark = pytest.mark.dist
 
-SMALL = 0.0003  # MB
 
-
-def launch() -> tuple[int, int]:
+def launch() -> None:
     colossalai.launch_from_torch({}, verbose=False)
-    replicas = gpc.mesh.axis("dp")
-    return replicas.size, replicas.rank
 
 
 def models(build: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
@@ -37,7 +34,7 @@ def models(build: Callable[[], nn.Module] = Net) -> tuple[nn.Module, nn.Module]:
 
 def two_optimizers(stage: int) -> None:
     """One for the first layer, one for the rest, at their own pace."""
-    size, rank = launch()
+    launch()
     model, twin = models()
 
     def optimizers(model: nn.Module) -> list[torch.optim.Optimizer]:
@@ -56,7 +53,7 @@ def two_optimizers(stage: int) -> None:
         for optimizer in (*plain, *cut):
             optimizer.zero_grad()
         twin(batch_of(step)).square().mean().backward()
-        cut[0].backward(model(batch_of(step).chunk(size)[rank]).square().mean())
+        cut[0].backward(model(part_of(batch_of(step))).square().mean())
         for optimizer in (*plain, *cut)[step % 2 :: 2] if step else (*plain, *cut):
             optimizer.step()
         assert_same(model, twin, step)
@@ -70,7 +67,7 @@ def test_two_optimizers_of_one_model(stage: int) -> None:
 
 def adversaries(stage: int) -> None:
     """Two models; the backward of one leaves gradients in the other, too."""
-    size, rank = launch()
+    launch()
     torch.manual_seed(0)
     pair = [nn.Linear(5, 5).double(), nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 1)).double()]
     twins = [copy.deepcopy(model) for model in pair]
@@ -90,7 +87,7 @@ def adversaries(stage: int) -> None:
     for step in range(3):
         x = batch_of(step)
         play(*twins, *plain, lambda optimizer, loss: loss.backward(), x)
-        part = x.chunk(size)[rank]
+        part = part_of(x)
         (maker, made_by), (judge, judged_by) = boosted
         play(maker, judge, made_by, judged_by, lambda optimizer, loss: optimizer.backward(loss), part)
         for (model, _), twin in zip(boosted, twins, strict=True):
@@ -103,73 +100,53 @@ def test_two_models_that_play_against_each_other(stage: int) -> None:
     run_ranks(adversaries, 2, stage)
 
 
-def loops(stage: int) -> None:  # noqa: PLR0915 - one run
+def loops(stage: int) -> None:
     """Several backwards before a step, with and without no_sync; a backward that is thrown away; closures."""
-    size, rank = launch()
-    model, twin = models()
-    booster = Booster(plugin=plugin(stage))
-    plain = adamw(twin)
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-
-    def loss(model: nn.Module, step: int, whole: bool) -> torch.Tensor:
-        x = batch_of(step)
-        return model(x if whole else x.chunk(size)[rank]).square().mean()
+    launch()
+    twins = Twins(plugin(stage))
+    booster, model, optimizer, _, plain = twins
 
     def check(step: int) -> None:
-        plain.step()
-        optimizer.step()
-        assert_same(model, twin, step)
-        plain.zero_grad()
-        optimizer.zero_grad()
+        twins.step(step)
+        twins.zero_grad()
 
     for step in range(2):  # no no_sync: each backward averages
-        loss(twin, step, True).backward()
-        booster.backward(loss(model, step, False), optimizer)
+        twins.backward(batch_of(step))
     check(0)
     for step in range(3):  # averaged, then not, then averaged
-        loss(twin, step, True).backward()
-        if step == 1:
-            with booster.no_sync(model):
-                booster.backward(loss(model, step, False), optimizer)
-        else:
-            booster.backward(loss(model, step, False), optimizer)
+        with booster.no_sync(model) if step == 1 else nullcontext():
+            twins.backward(batch_of(step))
     check(1)
-    booster.backward(loss(model, 5, False), optimizer)
+    booster.backward(twins.losses(batch_of(5))[0], optimizer)
     optimizer.zero_grad()  # thrown away
-    loss(twin, 2, True).backward()
-    booster.backward(loss(model, 2, False), optimizer)
+    twins.backward(batch_of(2))
     check(2)
-    loss(twin, 3, True).backward()  # only under no_sync
-    with booster.no_sync(model):
-        booster.backward(loss(model, 3, False), optimizer)
+    with booster.no_sync(model):  # only under no_sync
+        twins.backward(batch_of(3))
     check(3)
-    both = [loss(twin, step, True) for step in (0, 1)]
-    parts = [loss(model, step, False) for step in (0, 1)]  # two forwards, then two backwards
-    for value in both:
-        value.backward()
-    for value in parts:
-        booster.backward(value, optimizer)
+    # Two forwards, then two backwards.
+    for loss, of_twin in [twins.losses(batch_of(step)) for step in (0, 1)]:
+        of_twin.backward()
+        booster.backward(loss, optimizer)
     check(4)
-    loss(twin, 0, True).backward()
-    booster.backward(loss(model, 0, False), optimizer)
+    twins.backward(batch_of(0))
     plain.step()
     optimizer.step()
-    plain.zero_grad(set_to_none=False)
-    optimizer.zero_grad(set_to_none=False)
+    twins.zero_grad(set_to_none=False)
     check(5)  # zero gradients: the averages of AdamW go on
 
-    def closure_of(optimizer, model, whole):
+    def closure_of(optimizer, backward, which):
         def closure():
             optimizer.zero_grad()
-            value = loss(model, 6, whole)
-            value.backward() if whole else optimizer.backward(value)
+            value = twins.losses(batch_of(6))[which]
+            backward(value)
             return value
 
         return closure
 
-    plain.step(closure_of(plain, twin, True))
-    optimizer.step(closure_of(optimizer, model, False))
-    assert_same(model, twin, 6)
+    plain.step(closure_of(plain, torch.Tensor.backward, 1))
+    optimizer.step(closure_of(optimizer, optimizer.backward, 0))
+    assert_same(model, twins.twin, 6)
     gpc.destroy()
 
 
@@ -191,7 +168,7 @@ class Normalized(nn.Module):
 
 def batch_norm(stage: int) -> None:
     """Statistics are those of each rank's batch, so what is compared is DDP."""
-    size, rank = launch()
+    launch()
     runs = []
     for chosen in (TorchDDPPlugin(), plugin(stage)):
         booster = Booster(plugin=chosen)
@@ -199,15 +176,15 @@ def batch_norm(stage: int) -> None:
         model, optimizer, *_ = booster.boost(model, adamw(model))
         for step in range(3):
             optimizer.zero_grad()
-            booster.backward(model(batch_of(step).chunk(size)[rank]).square().mean(), optimizer)
+            booster.backward(model(part_of(batch_of(step))).square().mean(), optimizer)
             optimizer.step()
         runs.append(model)
     ours = runs[1]
     assert_same(ours, runs[0].unwrap(), 2)
-    if rank == 0:  # under DDP the others get the buffers before the next forward only
+    if gpc.get_global_rank() == 0:  # under DDP the others get the buffers before the next forward only
         for name, buffer in ours.unwrap().named_buffers():
             torch.testing.assert_close(buffer, runs[0].unwrap().get_buffer(name), rtol=0, atol=1e-10)
-    means = [torch.empty(6, dtype=torch.float64) for _ in range(size)]
+    means = [torch.empty(6, dtype=torch.float64) for _ in range(2)]
     torch.distributed.all_gather(means, ours.unwrap().layers[1].running_mean)
     assert torch.equal(means[0], means[1])
     gpc.destroy()
@@ -241,7 +218,7 @@ def test_the_names_are_those_of_the_model() -> None:
 
 def lr_scheduler() -> None:
     """A scheduler that was built on the optimizer before the door goes on working, and so does a new one."""
-    size, rank = launch()
+    launch()
     model, twin = models()
     plain, raw = adamw(twin), adamw(model)
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5) for optimizer in (plain, raw)]
@@ -251,7 +228,7 @@ def lr_scheduler() -> None:
         plain.zero_grad()
         optimizer.zero_grad()
         twin(batch_of(step)).square().mean().backward()
-        booster.backward(model(batch_of(step).chunk(size)[rank]).square().mean(), optimizer)
+        booster.backward(model(part_of(batch_of(step))).square().mean(), optimizer)
         plain.step()
         optimizer.step()
         for scheduler in schedulers:
@@ -349,7 +326,7 @@ def test_wrong_options_of_the_plugin(option: str, value: object, message: str) -
 
 def from_an_optimizer_alone(partition_grad: bool) -> None:
     """The form of the documents: the model is called as it is."""
-    size, rank = launch()
+    launch()
     model, twin = models()
     raw, plain = adamw(model), adamw(twin)
     raw.add_param_group({"params": [nn.Parameter(torch.ones(3, dtype=torch.float64))], "lr": 0.1})
@@ -365,7 +342,7 @@ def from_an_optimizer_alone(partition_grad: bool) -> None:
         plain.zero_grad()
         twin(batch_of(step)).square().mean().backward()
         nn.utils.clip_grad_norm_(twin.parameters(), 0.5)
-        optimizer.backward(model(batch_of(step).chunk(size)[rank]).square().mean())
+        optimizer.backward(model(part_of(batch_of(step))).square().mean())
         optimizer.step()
         plain.step()
         assert_same(model, twin, step)

@@ -44,7 +44,7 @@ class Task:
         batches: Returns the global batches, one for each step. The last tensor of a batch has the labels,
             those before are the inputs of the model.
         criterion: Returns the loss function of an output and labels; it is called where the model runs. None
-            if the job has none.
+            if the job has none; the plugin door then trains by `loss`.
         optimizer: Makes the optimizer of parameters.
         place: Returns the model of this rank, given that of one process; it is called in the launched job
             with the random state in which `build` was called. Default: that model itself.
@@ -209,7 +209,11 @@ def through_booster(run: Run, plugin: Plugin, twin: nn.Module) -> Subject:
             else:
                 is_last = run.syncs_always or number == len(parts)
                 with nullcontext() if is_last else booster.no_sync(model):
-                    loss = criterion(model(*inputs), labels) / len(parts)
+                    if criterion is None:
+                        assert run.task.loss is not None, "there is no other loss"
+                        loss = run.task.loss(model, (*inputs, labels)) / len(parts)
+                    else:
+                        loss = criterion(model(*inputs), labels) / len(parts)
                     booster.backward(loss, optimizer)
             total += loss.detach()
         if run.max_norm is not None and not is_clipped_by_plugin:

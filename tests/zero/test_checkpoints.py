@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
 from tests.zero.test_training import build_optimizer
-from tests.zero.training import Net, Warm, WarmWholes, assert_same, batch_of, plugin
+from tests.zero.training import Net, Warm, WarmWholes, assert_same, batch_of, part_of, plugin
 
 pytestmark = pytest.mark.dist
 
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.dist
 def build(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = Net().double()
-    return model, build_optimizer(name, model)
+    return model, build_optimizer(name, model.parameters())
 
 
 def plain_run(name: str, num_steps: int) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -47,11 +47,9 @@ def boosted(name: str, stage: int) -> tuple[Booster, nn.Module, torch.optim.Opti
 
 
 def train(booster: Booster, model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> None:
-    replicas = gpc.mesh.axis("dp")
     for step in steps:
         optimizer.zero_grad()
-        x = batch_of(step).chunk(replicas.size)[replicas.rank]
-        booster.backward(model(x).square().mean(), optimizer)
+        booster.backward(model(part_of(batch_of(step))).square().mean(), optimizer)
         optimizer.step()
 
 

@@ -1,7 +1,4 @@
-"""What happens to gradients between backward and step: clipping by value, and those of no optimizer."""
-
-import copy
-from typing import Any
+"""Gradients between backward and step: clipping by value, those of no optimizer, and when they are sent."""
 
 import pytest
 import torch
@@ -13,7 +10,7 @@ from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import FusedLAMB
 from tests.ranks import run_ranks
-from tests.zero.training import Net, assert_same, batch_of, plugin
+from tests.zero.training import Net, Twins, batch_of, plugin
 
 pytestmark = pytest.mark.dist
 
@@ -21,74 +18,24 @@ pytestmark = pytest.mark.dist
 def clipped_by_value(stage: int) -> None:
     """A bound that half of the elements exceed, and a norm that changes every element."""
     colossalai.launch_from_torch({}, verbose=False)
-    replicas = gpc.mesh.axis("dp")
-    torch.manual_seed(0)
-    model = Net().double()
-    twin = copy.deepcopy(model)
-    plain = torch.optim.SGD(twin.parameters(), lr=0.5)
-    booster = Booster(plugin=plugin(stage))
-    model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    twins = Twins(plugin(stage), make_optimizer=lambda model: torch.optim.SGD(model.parameters(), lr=0.5))
     for step in range(3):
-        plain.zero_grad()
-        optimizer.zero_grad()
-        twin(batch_of(step)).square().mean().backward()
-        grads = torch.cat([param.grad.flatten() for param in twin.parameters()])
-        bound = grads.abs().median().item()
-        norm = nn.utils.clip_grad_norm_(twin.parameters(), 0.5 * grads.norm().item())
-        nn.utils.clip_grad_value_(twin.parameters(), bound)
-        plain.step()
-        booster.backward(model(batch_of(step).chunk(replicas.size)[replicas.rank]).square().mean(), optimizer)
-        assert optimizer.clip_grad_by_norm(0.5 * grads.norm().item()) == pytest.approx(norm.item())
-        optimizer.clip_grad_by_value(bound)
-        optimizer.step()
-        assert_same(model, twin, step)
+        twins.zero_grad()
+        twins.backward(batch_of(step))
+        params = list(twins.twin.parameters())
+        grads = torch.cat([param.grad.flatten() for param in params])
+        bound, max_norm = grads.abs().median().item(), 0.5 * grads.norm().item()
+        norm = nn.utils.clip_grad_norm_(params, max_norm)
+        nn.utils.clip_grad_value_(params, bound)
+        assert twins.optimizer.clip_grad_by_norm(max_norm) == pytest.approx(norm.item())
+        twins.optimizer.clip_grad_by_value(bound)
+        twins.step(step)
     gpc.destroy()
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_clipping_is_that_of_one_process(stage: int) -> None:
     run_ranks(clipped_by_value, 2, stage)
-
-
-class NoGradient(torch.autograd.Function):
-    """The first argument; the second one has no gradient, and autograd says so."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return grads[0], None
-
-
-def without_gradient(stage: int) -> None:
-    """A parameter that a backward leads to, and that gets nothing."""
-    colossalai.launch_from_torch({}, verbose=False)
-    replicas = gpc.mesh.axis("dp")
-    torch.manual_seed(0)
-    model = Net().double()
-    model.register_forward_hook(lambda net, _, output: NoGradient.apply(output, net.spare))
-    model.spare = nn.Parameter(torch.ones(3, dtype=torch.float64))
-    twin = copy.deepcopy(model)
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.1, weight_decay=0.5)
-    booster = Booster(plugin=plugin(stage))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-    model, optimizer, *_ = booster.boost(model, optimizer)
-    for step in range(2):
-        plain.zero_grad()
-        optimizer.zero_grad()
-        twin(batch_of(step)).square().mean().backward()
-        plain.step()
-        booster.backward(model(batch_of(step).chunk(replicas.size)[replicas.rank]).square().mean(), optimizer)
-        optimizer.step()
-        assert_same(model, twin, step)
-    gpc.destroy()
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-def test_a_function_may_return_no_gradient(stage: int) -> None:
-    run_ranks(without_gradient, 2, stage)
 
 
 def held_by_none(stage: int) -> None:

@@ -12,10 +12,9 @@ from colossalai.booster.plugin import HybridParallelPlugin, TorchDDPPlugin
 from colossalai.checkpoint_io import TrainingState, load_training_state, save_training_state
 from colossalai.core import global_context as gpc
 from tests.model_zoo.tiny import build, criterion_of, make_batch
-from tests.parity.training import whole
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.training import adamw
+from tests.zero.training import adamw, part_of
 
 pytestmark = pytest.mark.dist
 
@@ -38,11 +37,10 @@ class Run:
         self.state = TrainingState(model=self.model.unwrap(), optimizer=self.optimizer)
 
     def train(self, steps: range) -> list[float]:
-        replicas = gpc.mesh.axis("dp")
         losses = []
         for step in steps:
             self.optimizer.zero_grad()
-            batch = tuple(part.chunk(replicas.size)[replicas.rank] for part in make_batch("gpt", 8, step))
+            batch = tuple(part_of(tensor) for tensor in make_batch("gpt", 8, step))
             loss = self._in_stages(batch) if self.in_pipeline else self._whole(batch)
             self.optimizer.step()
             mean = loss.detach().clone()
@@ -109,22 +107,6 @@ def test_stage_1_in_a_pipeline_in_every_precision(precision: str) -> None:
     options = {"pp_size": 2, "num_microbatches": 2, "precision": precision}
     expected, actual = run_ranks(low, 4, options)[0]
     assert actual == pytest.approx(expected, rel=0.03)
-
-
-def keeps_specs() -> None:
-    run = Run(TENSOR)
-    run.train(range(1))
-    grads = run.optimizer.masters.whole_grads()
-    assert len(grads) == len(list(run.model.parameters()))
-    for param, grad in grads.items():
-        assert grad.shape == param.shape
-        assert whole(param, grad).shape == whole(param, param).shape
-    gpc.destroy()
-
-
-@pytest.mark.long
-def test_whole_gradients_have_the_shapes_of_parameters() -> None:
-    run_ranks(keeps_specs, 4)
 
 
 def test_stage_2_in_a_pipeline_is_refused() -> None:

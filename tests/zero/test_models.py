@@ -1,18 +1,16 @@
 """Models of Hugging Face transformers, built from configs, train under ZeRO as in one process."""
 
-import copy
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-import colossalai
-from colossalai.booster import Booster
-from colossalai.core import global_context as gpc
-from tests.ranks import run_ranks
+from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
 from tests.tiers import further
-from tests.zero.training import adamw, assert_same, plugin
+from tests.zero.test_training import by_stage
 
 pytestmark = pytest.mark.dist
 
@@ -56,99 +54,80 @@ def vit() -> nn.Module:
     )
 
 
-def tokens(step: int) -> Tensor:
-    return torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(step))
+def adapters() -> nn.Module:
+    """LoRA adapters of peft on a frozen GPT-2."""
+    from peft import LoraConfig, get_peft_model
+
+    base = gpt2_double_heads().transformer
+    return get_peft_model(base, LoraConfig(r=2, lora_dropout=0.0, target_modules=["c_attn"]))
 
 
-def masked_loss(model: nn.Module, ids: Tensor, step: int) -> Tensor:
-    return model(input_ids=ids, labels=ids).loss
+def batches() -> list[Batch]:
+    """Return tokens, and for each sample whether the step is an odd one."""
+    found = []
+    for step in range(3):
+        generator = torch.Generator().manual_seed(step)
+        found.append(
+            (torch.randint(VOCAB, (BATCH, LENGTH), generator=generator), torch.full((BATCH,), step % 2))
+        )
+    return found
 
 
-def label_loss(model: nn.Module, ids: Tensor, step: int) -> Tensor:
-    return model(input_ids=ids, labels=ids[:, 0] % 2).loss
+def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(input_ids=batch[0], labels=batch[0]).loss
 
 
-def double_loss(model: nn.Module, ids: Tensor, step: int) -> Tensor:
+def label_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(input_ids=batch[0], labels=batch[0][:, 0] % 2).loss
+
+
+def double_loss(model: nn.Module, batch: Batch) -> Tensor:
     """One head in every step, the other in every second one."""
+    ids, is_odd = batch
     output = model(input_ids=ids[:, None], labels=ids[:, None])
-    extra = output.mc_logits.square().mean() if step % 2 else 0.0
+    extra = output.mc_logits.square().mean() if is_odd[0] else 0.0
     return output.loss + extra
 
 
-def image_loss(model: nn.Module, ids: Tensor, step: int) -> Tensor:
+def image_loss(model: nn.Module, batch: Batch) -> Tensor:
+    ids, _ = batch
     images = torch.sin(torch.arange(3 * 64, dtype=torch.float64) * (1 + ids[:, :1])).view(-1, 3, 8, 8)
     return model(pixel_values=images, labels=ids[:, 0] % 3).loss
 
 
-MODELS = {
-    "bert": (bert, masked_loss),
-    "albert": (albert, label_loss),
-    "gpt2 double heads": (gpt2_double_heads, double_loss),
-    "vit": (vit, image_loss),
-}
+def hidden_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return model(input_ids=batch[0]).last_hidden_state.square().mean()
 
 
-def train(name: str, stage: int, recompute: bool) -> None:
-    colossalai.launch_from_torch({}, verbose=False)
-    replicas = gpc.mesh.axis("dp")
-    build, loss_of = MODELS[name]
-    torch.manual_seed(0)
-    model = build().double()
-    twin = copy.deepcopy(model)
-    plain = adamw(twin)
-    booster = Booster(plugin=plugin(stage, recompute=recompute))
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    for step in range(3):
-        plain.zero_grad()
-        optimizer.zero_grad()
-        loss_of(twin, tokens(step), step).backward()
-        plain.step()
-        ids = tokens(step).chunk(replicas.size)[replicas.rank]
-        booster.backward(loss_of(model, ids, step), optimizer)
-        optimizer.step()
-        assert_same(model, twin, step, tolerance=1e-8)  # a loss is a mean over float32 masks in places
-    gpc.destroy()
+def run_of(
+    build: Callable[[], nn.Module], loss: Callable[[nn.Module, Batch], Tensor], stage: int, **options: Any
+) -> Run:
+    task = Task(
+        build=build,
+        batches=batches,
+        criterion=None,
+        loss=loss,
+        optimizer=partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
+        tolerance=1e-8,  # a loss is a mean over float32 masks in places
+    )
+    return by_stage(task, stage, **options)
 
 
-@pytest.mark.parametrize(
-    ("name", "stage", "recompute"),
-    [
-        further("bert", 1, True),
-        ("albert", 2, False),
-        further("gpt2 double heads", 2, False),
-        further("vit", 1, False),
-    ],
-)
-def test_three_steps(name: str, stage: int, recompute: bool) -> None:
-    run_ranks(partial(train, name, stage, recompute), 2)
+ROWS = [
+    further(run_of(bert, masked_loss, 1, recompute=True)),
+    run_of(albert, label_loss, 2),
+    further(run_of(gpt2_double_heads, double_loss, 2)),
+    further(run_of(vit, image_loss, 1)),
+]
+OF_PEFT = [run_of(adapters, hidden_loss, 1), further(run_of(adapters, hidden_loss, 2))]
 
 
-def adapters(stage: int) -> None:
-    """LoRA adapters of peft on a frozen GPT-2."""
-    from peft import LoraConfig, get_peft_model
-
-    colossalai.launch_from_torch({}, verbose=False)
-    replicas = gpc.mesh.axis("dp")
-    torch.manual_seed(0)
-    base = gpt2_double_heads().transformer
-    model = get_peft_model(base, LoraConfig(r=2, lora_dropout=0.0, target_modules=["c_attn"])).double()
-    twin = copy.deepcopy(model)
-    plain = adamw(twin)
-    booster = Booster(plugin=plugin(stage))
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    for step in range(3):
-        plain.zero_grad()
-        optimizer.zero_grad()
-        twin(input_ids=tokens(step)).last_hidden_state.square().mean().backward()
-        plain.step()
-        ids = tokens(step).chunk(replicas.size)[replicas.rank]
-        booster.backward(model(input_ids=ids).last_hidden_state.square().mean(), optimizer)
-        optimizer.step()
-        assert_same(model, twin, step, tolerance=1e-8)
-    gpc.destroy()
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(ROWS))
+def test_models_of_transformers(num_ranks: int, runs: list[Any]) -> None:
+    check_runs(num_ranks, runs)
 
 
-@pytest.mark.parametrize("stage", [1, further(2)])
-def test_adapters_of_peft(stage: int) -> None:
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(OF_PEFT))
+def test_adapters_of_peft(num_ranks: int, runs: list[Any]) -> None:
     pytest.importorskip("peft")
-    run_ranks(adapters, 2, stage)
+    check_runs(num_ranks, runs)

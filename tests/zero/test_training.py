@@ -1,23 +1,51 @@
 """What breaks other implementations of ZeRO: each case trains as one process does, under both stages."""
 
+from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import colossalai
 import colossalai.nn.optimizer
 from colossalai.booster import Booster
-from colossalai.booster.plugin import LowLevelZeroPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import DiskOptions, HybridAdam
 from colossalai.zero import declare_elementwise, is_elementwise
+from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.training import Case, Net, adamw, compare, compare_all
+from tests.zero.training import BATCH, WIDTH, Branches, Net, NoGradient, batch_of, plugin
 
 pytestmark = pytest.mark.dist
+
+Params = Iterable[nn.Parameter]
+
+
+def batches() -> list[Batch]:
+    """Return samples whose first feature says who uses a branch: nobody, the first rank, the last, all."""
+    found = [batch_of(step) for step in range(4)]
+    for x, users in zip(found, ((0, 0), (0, 1), (BATCH - 2, BATCH), (0, BATCH)), strict=True):
+        x[:, 0] = -1.0
+        x[slice(*users), 0] = 1.0
+    return [(x,) for x in found]
+
+
+def mean_square(model: nn.Module, batch: Batch) -> Tensor:
+    return model(*batch).square().mean()
+
+
+NET = Task(
+    build=Net,
+    batches=batches,
+    criterion=None,
+    loss=mean_square,
+    optimizer=partial(torch.optim.AdamW, lr=0.05, weight_decay=0.1),
+)
 
 
 def frozen() -> Net:
@@ -46,28 +74,15 @@ def adapted() -> Net:
     return model
 
 
-class Branches(Net):
-    """`middle` is used where it is told to."""
+class Spare(Net):
+    """With a parameter that a backward leads to, and that gets nothing."""
 
-    use = True
+    def __init__(self) -> None:
+        super().__init__()
+        self.spare = nn.Parameter(torch.ones(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.norm(self.first(x)))
-        return self.last(self.middle(x) if self.use else x) * self.gain
-
-
-def every_other_step(model: nn.Module, x: Tensor, step: int, part: int) -> Tensor:
-    raw_of(model).use = step % 2 == 1
-    return model(x).square().mean()
-
-
-def on_one_rank(model: nn.Module, x: Tensor, step: int, part: int) -> Tensor:
-    raw_of(model).use = part == step % 2
-    return model(x).square().mean()
-
-
-def raw_of(model: nn.Module) -> nn.Module:
-    return model.unwrap() if hasattr(model, "unwrap") else model
+        return NoGradient.apply(super().forward(x), self.spare)
 
 
 class Reused(Net):
@@ -92,46 +107,6 @@ class Tied(Net):
         return self.last(self.other(torch.tanh(self.middle(self.first(x))))) * self.gain
 
 
-def groups(model: nn.Module) -> torch.optim.Optimizer:
-    named = dict(model.named_parameters())
-    decayed = [param for param in named.values() if param.ndim > 1]
-    rest = [param for param in named.values() if param.ndim <= 1]
-    return torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "lr": 0.1, "betas": (0.5, 0.9)}], lr=0.02
-    )
-
-
-def subset(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([*model.middle.parameters(), model.gain], lr=0.05)
-
-
-def with_a_frozen_one(model: nn.Module) -> torch.optim.Optimizer:
-    model.norm.weight.requires_grad_(False)
-    return adamw(model)
-
-
-def on_disk(model: nn.Module) -> torch.optim.Optimizer:
-    """A page for each block, so that there are several of each slice."""
-    options = DiskOptions(depth=2, buffer_size=4096)
-    return HybridAdam(model.parameters(), lr=0.05, nvme_offload_fraction=1.0, nvme_options=options)
-
-
-def evaluate_between(model: nn.Module, step: int) -> None:
-    model.eval()
-    with torch.no_grad():
-        model(torch.ones(2, 5, dtype=torch.float64))
-    model(torch.ones(2, 5, dtype=torch.float64)).sum()
-    model.train()
-
-
-def two_forwards(model: nn.Module, x: Tensor, step: int, part: int) -> Tensor:
-    return model(x).square().mean() + model(2 * x).abs().mean()
-
-
-def forward_without_backward(model: nn.Module, step: int) -> None:
-    model(torch.ones(2, 5, dtype=torch.float64))
-
-
 class Recomputed(Net):
     """`middle` is checkpointed."""
 
@@ -154,66 +129,11 @@ class ChannelsLast(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = nn.Conv2d(1, 3, 3, padding=1).to(memory_format=torch.channels_last)
-        self.transposed = nn.Parameter(torch.randn(5, 3).t())
+        self.transposed = nn.Parameter(torch.randn(WIDTH, 3).t())
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.conv(x.view(-1, 1, 1, 5)).mean(dim=(1, 2))
+        x = self.conv(x.view(-1, 1, 1, WIDTH)).mean(dim=(1, 2))
         return x @ self.transposed.t()
-
-
-class MixedDtypes(nn.Module):
-    """A float32 head on a bfloat16 body."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 7)).bfloat16()
-        self.head = nn.Linear(7, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.head(self.body(x.bfloat16()).float())
-
-
-CASES: dict[str, Case] = {
-    "plain": Case(),
-    "frozen": Case(build=frozen),
-    "adapters": Case(build=adapted),
-    "unused in some steps": Case(build=Branches, loss=every_other_step),
-    "unused on some ranks": Case(build=Branches, loss=on_one_rank),
-    "used several times": Case(build=Reused),
-    "tied": Case(build=Tied),
-    "groups": Case(optimizer=groups),
-    "subset": Case(optimizer=subset),
-    "frozen in the optimizer": Case(optimizer=with_a_frozen_one),
-    "train and eval": Case(before=evaluate_between),
-    "two forwards": Case(loss=two_forwards),
-    "forward without backward": Case(before=forward_without_backward),
-    "recomputed": Case(build=Recomputed),
-    "recomputed, reentrant": Case(build=ReentrantRecomputed, options={"overlap_communication": False}),
-    "channels last": Case(build=ChannelsLast),
-    "cpu_offload": Case(options={"cpu_offload": True}),
-    "states on disk": Case(optimizer=on_disk),
-    # bfloat16 gradients are sums over halves of the batch on one side, and rounded in another order
-    "mixed dtypes": Case(build=MixedDtypes, tolerance=0.02),
-}
-
-
-def run_cases(turn: int) -> None:
-    compare_all({name: (case, 1 + (place + turn) % 2) for place, (name, case) in enumerate(CASES.items())})
-
-
-@pytest.mark.parametrize("turn", [0, further(1)])
-def test_each_case_is_one_process(turn: int) -> None:
-    """Cases have the two stages by turns, all of them in one job."""
-    run_ranks(run_cases, 2, turn)
-
-
-def run_case(name: str, stage: int) -> None:
-    compare(CASES[name], stage)
-
-
-@pytest.mark.long
-def test_a_case_on_four_ranks() -> None:
-    run_ranks(run_case, 4, "unused on some ranks", 2)
 
 
 class One(nn.Module):
@@ -227,71 +147,72 @@ class One(nn.Module):
         return x * self.gain
 
 
-def run_one(elementwise: bool) -> None:
-    """Clip by a norm of which one rank has no part; the bound is too high to change anything."""
+class MixedDtypes(nn.Module):
+    """A float32 head on a bfloat16 body, once it is cast."""
 
-    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
-        return (adamw if elementwise else Centered.of)(model)
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, 7))
+        self.head = nn.Linear(7, 3)
 
-    compare(Case(build=One, optimizer=optimizer, options={"max_norm": 1e9}), 1)
-
-
-@pytest.mark.parametrize("elementwise", [True, False])
-def test_a_rank_that_has_nothing(elementwise: bool) -> None:
-    run_ranks(run_one, 2, elementwise)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x.to(self.body[0].weight.dtype)).to(self.head.weight.dtype))
 
 
-OPTIMIZERS = {
-    **{
-        name: {}
-        for name in (
-            *("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
-            "Adafactor",
-        )
-    },
-    "AdamW": {"amsgrad": True, "foreach": True},
-    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
-    "Muon": {},
-    "Lamb": {"weight_decay": 0.1},
-    "Lars": {"momentum": 0.9, "weight_decay": 0.1},
-    "HybridAdam": {"weight_decay": 0.1},  # and CPUAdam, which is the same
-    "FusedAdam": {"weight_decay": 0.1, "adamw_mode": False},
-    "FusedSGD": {"momentum": 0.9, "weight_decay": 0.1},
-    "FusedLAMB": {"weight_decay": 0.1, "max_grad_norm": 0.0},
-}
-ABOUT_WHOLE_TENSORS = ("Adafactor", "Muon", "Lamb", "Lars", "FusedLAMB")
-ELEMENTWISE = tuple(name for name in OPTIMIZERS if name not in ABOUT_WHOLE_TENSORS)
+def cast(model: Any) -> nn.Module:
+    model.body.bfloat16()
+    model.head.float()
+    return model
 
 
-def build_optimizer(name: str, model: nn.Module) -> torch.optim.Optimizer:
-    cls = getattr(torch.optim, name, None) or getattr(colossalai.nn.optimizer, name)
-    params = [param for param in model.parameters() if name != "Muon" or param.ndim == 2]
-    return cls(params, lr=0.05, **OPTIMIZERS[name])
+def groups(params: Params) -> torch.optim.Optimizer:
+    params = list(params)
+    decayed = [param for param in params if param.ndim > 1]
+    rest = [param for param in params if param.ndim <= 1]
+    return torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.3}, {"params": rest, "lr": 0.1, "betas": (0.5, 0.9)}], lr=0.02
+    )
 
 
-def run_optimizers(stages: dict[str, int]) -> None:
-    """Train with optimizers, each under a stage."""
-    cases = {}
-    for name, stage in stages.items():
-        case = Case(build=Branches, loss=on_one_rank, optimizer=partial(build_optimizer, name))
-        cases[name] = case, stage
-    compare_all(cases)
+def of_some(
+    build: Any, params: Params, *, min_ndim: int = 0, num_left_out: int = 0, **options: Any
+) -> torch.optim.Optimizer:
+    """Return an optimizer of some parameters; gradients of the others are dropped after each step."""
+    params = list(params)
+    held = [param for param in params[num_left_out:] if param.ndim >= min_ndim]
+    rest = set(params).difference(held)
+
+    def forget(*_: Any) -> None:
+        for param in rest:
+            param.grad = None
+
+    optimizer = build(held, **options)
+    optimizer.register_step_post_hook(forget)
+    return optimizer
 
 
-@pytest.mark.parametrize("names", [ELEMENTWISE, ABOUT_WHOLE_TENSORS], ids=["elementwise", "whole"])
-def test_an_optimizer_does_the_same(names: tuple[str, ...]) -> None:
-    run_ranks(run_optimizers, 2, {name: 1 if name < "M" else 2 for name in names})
+def with_a_frozen_one(params: Params) -> torch.optim.Optimizer:
+    params = list(params)
+    params[3].requires_grad_(False)
+    return torch.optim.AdamW(params, lr=0.05, weight_decay=0.1)
 
 
-@pytest.mark.long
-def test_whole_tensors_on_four_ranks() -> None:
-    run_ranks(run_optimizers, 4, dict.fromkeys(ABOUT_WHOLE_TENSORS, 2))
+def evaluate_between(model: nn.Module, batch: Batch) -> Tensor:
+    model.eval()
+    with torch.no_grad():
+        model(*batch)
+    model(*batch).sum()
+    model.train()
+    return mean_square(model, batch)
 
 
-@pytest.mark.unit
-@pytest.mark.parametrize("name", OPTIMIZERS)
-def test_slices_are_for_those_that_treat_each_element_alone(name: str) -> None:
-    assert is_elementwise(build_optimizer(name, Net())) == (name not in ABOUT_WHOLE_TENSORS)
+def two_forwards(model: nn.Module, batch: Batch) -> Tensor:
+    return mean_square(model, batch) + model(2 * batch[0]).abs().mean()
+
+
+def forward_without_backward(model: nn.Module, batch: Batch) -> Tensor:
+    model(*batch)
+    return mean_square(model, batch)
 
 
 class Centered(torch.optim.SGD):
@@ -304,9 +225,94 @@ class Centered(torch.optim.SGD):
                     param.grad -= param.grad.mean()
         return super().step(closure)
 
-    @classmethod
-    def of(cls, model: nn.Module) -> "Centered":
-        return cls(model.parameters(), lr=0.1)
+
+CENTERED = replace(NET, optimizer=partial(Centered, lr=0.1))
+# bfloat16 gradients are sums over halves of the batch on one side, and rounded in another order.
+MIXED = replace(
+    NET, build=MixedDtypes, place=cast, optimizer=partial(torch.optim.SGD, lr=0.05), tolerance=0.02
+)
+ON_DISK = partial(
+    HybridAdam,
+    lr=0.05,
+    nvme_offload_fraction=1.0,
+    nvme_options=DiskOptions(depth=2, buffer_size=4096),  # a page for each block, several of each slice
+)
+BUILDS = (Net, frozen, adapted, Branches, Reused, Tied, Recomputed, ChannelsLast)
+MAKERS = (groups, partial(of_some, torch.optim.AdamW, num_left_out=4, lr=0.05), with_a_frozen_one, ON_DISK)
+LOSSES = (evaluate_between, two_forwards, forward_without_backward)
+CASES: list[tuple[Task, dict[str, Any]]] = [
+    *((replace(NET, build=build), {}) for build in BUILDS),
+    *((replace(NET, optimizer=make), {}) for make in MAKERS),
+    *((replace(NET, loss=loss), {}) for loss in LOSSES),
+    (replace(NET, build=ReentrantRecomputed), {"overlap_communication": False}),
+    (NET, {"cpu_offload": True}),
+    (MIXED, {}),
+]
+
+
+def by_stage(
+    task: Task, stage: int, num_ranks: int = 2, max_norm: float | None = None, **options: Any
+) -> Run:
+    """Return a run under ZeRO; gradients are clipped by the plugin."""
+    make = partial(plugin, stage, max_norm=max_norm or 0.0, **options)
+    return Run(task=task, num_ranks=num_ranks, plugin=make, max_norm=max_norm)
+
+
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{
+        name: {}
+        for name in (
+            *("Adadelta", "Adagrad", "Adam", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop"),
+            "Adafactor",
+        )
+    },
+    "AdamW": {"amsgrad": True, "foreach": True},
+    "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    "Muon": {"min_ndim": 2},
+    "Lamb": {"weight_decay": 0.1},
+    "Lars": {"momentum": 0.9, "weight_decay": 0.1},
+    "HybridAdam": {"weight_decay": 0.1},  # and CPUAdam, which is the same
+    "FusedAdam": {"weight_decay": 0.1, "adamw_mode": False},
+    "FusedSGD": {"momentum": 0.9, "weight_decay": 0.1},
+    "FusedLAMB": {"weight_decay": 0.1, "max_grad_norm": 0.0},
+}
+ABOUT_WHOLE_TENSORS = ("Adafactor", "Muon", "Lamb", "Lars", "FusedLAMB")
+
+
+def build_optimizer(name: str, params: Params) -> torch.optim.Optimizer:
+    cls = getattr(torch.optim, name, None) or getattr(colossalai.nn.optimizer, name)
+    return of_some(cls, params, lr=0.05, **OPTIMIZERS[name])
+
+
+def by_optimizer(name: str) -> Task:
+    return replace(NET, build=Branches, optimizer=partial(build_optimizer, name))
+
+
+ROWS = [
+    # Cases have the two stages by turns.
+    *(by_stage(task, 1 + place % 2, **options) for place, (task, options) in enumerate(CASES)),
+    *(further(by_stage(task, 2 - place % 2, **options)) for place, (task, options) in enumerate(CASES)),
+    further(by_stage(replace(NET, build=Branches), 2, num_ranks=4)),
+    *(by_stage(replace(NET, build=Spare), stage) for stage in (1, 2)),
+    # A norm of which one rank has no part, and a bound that is too high to change anything.
+    by_stage(replace(NET, build=One), 1, max_norm=1e9),
+    by_stage(replace(CENTERED, build=One), 1, max_norm=1e9),
+    by_stage(CENTERED, 1),
+    *(by_stage(by_optimizer(name), 1 if name < "M" else 2) for name in OPTIMIZERS),
+    *(further(by_stage(by_optimizer(name), 2, num_ranks=4)) for name in ABOUT_WHOLE_TENSORS),
+]
+
+
+@pytest.mark.parametrize(("num_ranks", "runs"), grouped_runs(ROWS))
+def test_a_run_is_that_of_one_process(num_ranks: int, runs: list[Any]) -> None:
+    check_runs(num_ranks, runs)
+
+
+@pytest.mark.unit
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_slices_are_for_those_that_treat_each_element_alone(name: str) -> None:
+    is_whole = name in ABOUT_WHOLE_TENSORS
+    assert is_elementwise(build_optimizer(name, Net().parameters())) == (not is_whole)
 
 
 class Renamed(torch.optim.SGD):
@@ -338,20 +344,11 @@ def test_lbfgs_is_refused() -> None:
         is_elementwise(torch.optim.LBFGS(Net().parameters()))
 
 
-def run_undeclared() -> None:
-    compare(Case(optimizer=Centered.of), 1)
-
-
-def test_an_optimizer_that_nobody_declared_gets_whole_tensors() -> None:
-    run_ranks(run_undeclared, 2)
-
-
 def run_versions(stage: int) -> None:
     colossalai.launch_from_torch({}, verbose=False)
-    model = Net().double()
-    plugin = LowLevelZeroPlugin(stage=stage, precision="fp32")
-    wrapped, optimizer, *_ = Booster(plugin=plugin).boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    x = torch.randn(4, 5, dtype=torch.float64)
+    model, x = Net().double(), batch_of(0)
+    booster = Booster(plugin=plugin(stage))
+    wrapped, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     kept = wrapped(x).sum()
     before = [param._version for param in model.parameters()]
     optimizer.backward(wrapped(x).sum())

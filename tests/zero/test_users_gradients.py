@@ -2,20 +2,22 @@
 
 import copy
 import random
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 import colossalai
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin, HybridParallelPlugin
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import Lamb
-from tests.nn.parallel.test_bucketed import NoGradient
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.training import Net, adamw, batch_of, plugin
+from tests.zero.training import Branches, Net, NoGradient, Twins, adamw, batch_of, part_of, plugin
 
 pytestmark = pytest.mark.dist
 
@@ -30,21 +32,6 @@ PLUGINS = {
 }
 
 
-class Branches(Net):
-    """A net of which a part is used by some samples only, so that ranks differ in what has a gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.branch = nn.Linear(3, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        chosen = x[:, 0] > 1.2
-        if not chosen.any():
-            return out
-        return torch.where(chosen[:, None], self.branch(out), out)
-
-
 def whole_params(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters(), lr=0.02, weight_decay=0.1)
 
@@ -53,20 +40,9 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.5)
 
 
-def boosted(name: str, make_optimizer):
-    torch.manual_seed(3)
-    kind = Net if name == "gemini" else Branches  # ranks call the same modules there
-    twin, model = kind().double(), kind().double()
-    model.load_state_dict(twin.state_dict())
-    booster = Booster(plugin=PLUGINS[name]())
-    model, optimizer, *_ = booster.boost(model, make_optimizer(model))
-    return booster, model, optimizer, twin, make_optimizer(twin)
-
-
-def assert_same(model, twin, where: str) -> None:
-    found = model.state_dict()
-    for name, value in twin.state_dict().items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-9, msg=f"{where}: {name}")
+def twins_of(name: str, make_optimizer: Callable[[nn.Module], Optimizer] = adamw) -> Twins:
+    """Return a model of which few samples use a part, and its twin; in chunks ranks call the same modules."""
+    return Twins(PLUGINS[name](), Net if name == "gemini" else partial(Branches, 1.2), make_optimizer)
 
 
 class Program:
@@ -74,7 +50,8 @@ class Program:
 
     def __init__(self, name: str, make_optimizer, seed: int) -> None:
         self.name, self.seed, self.rng = name, seed, random.Random(seed)
-        self.booster, self.model, self.optimizer, self.twin, self.plain = boosted(name, make_optimizer)
+        self.twins = twins_of(name, make_optimizer)
+        self.booster, self.model, self.optimizer, self.twin, self.plain = self.twins
         self.names = list(dict(self.twin.named_parameters()))
         self.done: list[str] = []
 
@@ -93,11 +70,7 @@ class Program:
                 param.grad.zero_()
 
     def backward(self) -> None:
-        x = batch_of(100 * self.seed + len(self.done))[:6]
-        self.twin(x).square().mean().backward()
-        axis = gpc.mesh.axis("dp")
-        part = x.chunk(axis.size)[axis.rank]
-        self.booster.backward(self.model(part).square().mean(), self.optimizer)
+        self.twins.backward(batch_of(100 * self.seed + len(self.done))[:6])
         acts = {"drop some": self.drop, "make some zero": self.make_zero, "nothing": lambda names: None}
         act = self.rng.choice(list(acts))
         acts[act](self.rng.sample(self.names, 3))
@@ -117,9 +90,7 @@ class Program:
             self.drop(self.rng.sample(self.names, 2))
 
     def step(self) -> None:
-        self.plain.step()
-        self.optimizer.step()
-        assert_same(self.model, self.twin, f"{self.name} {self.seed}: {self.done}")
+        self.twins.step(f"{self.name} {self.seed}: {self.done}")
 
     def forget(self) -> None:
         ways = {
@@ -127,7 +98,7 @@ class Program:
             "raw module": lambda: (self.model.unwrap().zero_grad(), self.twin.zero_grad()),
             "to zero": lambda: (self.model.zero_grad(False), self.twin.zero_grad(False)),
             "None": lambda: self.drop(self.names),
-            "optimizer": lambda: (self.optimizer.zero_grad(), self.plain.zero_grad()),
+            "optimizer": self.twins.zero_grad,
         }
         way = self.rng.choice(list(ways))
         ways[way]()
@@ -160,11 +131,9 @@ def test_a_loop_drops_gradients_in_torchs_ways(name: str, num_ranks: int) -> Non
 def read_and_write(name: str) -> None:
     """Gradients without values refuse what needs some; the step after it is as if nothing had been asked."""
     colossalai.launch_from_torch({}, verbose=False)
-    booster, model, optimizer, twin, plain = boosted(name, adamw)
-    axis = gpc.mesh.axis("dp")
-    x = batch_of(0)
-    twin(x).square().mean().backward()
-    booster.backward(model(x.chunk(axis.size)[axis.rank]).square().mean(), optimizer)
+    twins = twins_of(name)
+    _, model, optimizer, twin, plain = twins
+    twins.backward(batch_of(0))
     grad = model.first.weight.grad
     assert grad.shape == (7, 5)
     assert "cut over the ranks" in repr(grad)
@@ -186,9 +155,7 @@ def read_and_write(name: str) -> None:
             call()
     with pytest.raises(ValueError, match=r"step\(\) of the optimizer that was returned"):
         optimizer.unwrap().step()
-    plain.step()
-    optimizer.step()
-    assert_same(model, twin, name)
+    twins.step(name)
     model.unwrap().to(torch.float64)
     plain.zero_grad()
     model.zero_grad()
@@ -208,11 +175,11 @@ def test_a_gradient_without_values_refuses_what_needs_some(name: str) -> None:
 def copies_and_failures(name: str) -> None:
     """Copies have nothing of the gradients; a backward that raises leaves what there was to be dropped."""
     colossalai.launch_from_torch({}, verbose=False)
-    booster, model, optimizer, twin, plain = boosted(name, adamw)
-    axis = gpc.mesh.axis("dp")
+    twins = twins_of(name)
+    booster, model, optimizer, twin, _ = twins
     for step in range(3):
         x = batch_of(step)[:6]
-        part = x.chunk(axis.size)[axis.rank]
+        part = part_of(x)
         booster.backward(model(part).square().mean(), optimizer)
         if step == 0 and name != "gemini":
             copied = copy.deepcopy(model)
@@ -223,16 +190,12 @@ def copies_and_failures(name: str) -> None:
         with pytest.raises(ZeroDivisionError):
             booster.backward(failing.square().mean(), optimizer)
         model.zero_grad()
-        twin(x).square().mean().backward()
-        booster.backward(model(part).square().mean(), optimizer)
+        twins.backward(x)
         if step == 2:
             both = [*model.parameters(), *twin.parameters()]
             torch.optim.SGD(both, lr=0.1, foreach=True).zero_grad(set_to_none=False)
-        plain.step()
-        optimizer.step()
-        assert_same(model, twin, f"{name} {step}")
-        plain.zero_grad()
-        optimizer.zero_grad()
+        twins.step(f"{name} {step}")
+        twins.zero_grad()
     gpc.destroy()
 
 
@@ -248,27 +211,19 @@ def add_noise(param: torch.Tensor) -> None:
 def other_backwards(name: str) -> None:
     """Backwards that were not announced add to means, or give nothing; additions of hooks are refused."""
     colossalai.launch_from_torch({}, verbose=False)
-    booster, model, optimizer, twin, plain = boosted(name, adamw)
-    axis = gpc.mesh.axis("dp")
-    x = batch_of(0)[:6]
-    part = x.chunk(axis.size)[axis.rank]
+    twins, x = twins_of(name), batch_of(0)[:6]
     for step in range(3):
-        for each, inputs in ((model, part), (twin, x)):
-            given = getattr(each, "unwrap", lambda each=each: each)()
+        for given in (twins.raw, twins.twin):
             if step > 0:  # as that of another model, which goes through this one
                 NoGradient.apply(given.first.bias, given.first.weight).sum().backward()
-            loss = each(inputs).square().mean()
-            booster.backward(loss, optimizer) if each is model else loss.backward()
-        plain.step()
-        optimizer.step()
-        assert_same(model, twin, f"{name} {step}")
-    model = Net().double()  # all of whose buckets are sent during the backward
-    model, optimizer, *_ = booster.boost(model, adamw(model))
-    for param in model.parameters():
+        twins.backward(x)
+        twins.step(f"{name} {step}")
+    twins = Twins(PLUGINS[name]())  # all of whose buckets are sent during the backward
+    for param in twins.model.parameters():
         param.register_post_accumulate_grad_hook(add_noise)
-    booster.backward(model(part).square().mean(), optimizer)
+    twins.backward(x)
     with pytest.raises(ValueError, match="an addition was called on the gradient"):
-        optimizer.step()
+        twins.optimizer.step()
     gpc.destroy()
 
 
