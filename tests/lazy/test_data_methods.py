@@ -1,24 +1,22 @@
 """A model that was built lazily trains under every data method as one process trains the eager one."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.lazy import LazyInitContext
-from colossalai.testing import Subject, check_parity
 from colossalai.zero import zero_model_wrapper
-from tests.parity.subjects import doors, zero
-from tests.parity.subjects.pipeline import slice_of_batch, subject_of
+from tests.parity.tasks import NET
+from tests.parity.training import Run, check_runs
 from tests.ranks import run_ranks
-from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
-METHODS = {
+METHODS: dict[str, dict[str, Any]] = {
     "DDP": {},
     "ZeRO 1": {"zero": {"stage": 1}},
     "ZeRO 2": {"zero": {"stage": 2}},
@@ -27,37 +25,14 @@ METHODS = {
 }
 
 
-def train(config: dict[str, Any]) -> list[float]:
-    colossalai.launch_from_torch(config, verbose=False)
-    case = doors.make_case()
-
-    def apply(eager: nn.Module) -> Subject:
-        torch.manual_seed(case.seed)
-        with LazyInitContext():
-            model = doors.Net()
-        model.double()
-        if config.get("zero", {}).get("stage") in (1, 2):
-            return zero.through_engine(case, model)
-        optimizer = case.build_optimizer(model.parameters())
-        engine, *_ = colossalai.initialize(model, optimizer, nn.functional.cross_entropy, verbose=False)
-
-        def step(batch: tuple[Tensor, ...]) -> Tensor:
-            engine.zero_grad()
-            loss: Tensor = engine.criterion(engine(batch[0]), batch[1])
-            engine.backward(loss)
-            engine.step()
-            return loss.detach()
-
-        return subject_of(engine.model, engine.optimizer, step)
-
-    losses = check_parity(case, apply, **slice_of_batch())
-    gpc.destroy()
-    return losses
+def lazily(eager: nn.Module) -> nn.Module:
+    with LazyInitContext():
+        return type(eager)()
 
 
 def test_three_steps() -> None:
-    for losses in run_each(2, train, [(config,) for config in METHODS.values()]):
-        assert losses[0][-1] < losses[0][0]
+    task = replace(NET, place=lazily)
+    check_runs(2, [(Run(task=task, num_ranks=2, config=config),) for config in METHODS.values()])
 
 
 def wrap() -> None:

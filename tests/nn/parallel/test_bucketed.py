@@ -18,20 +18,9 @@ from colossalai.testing import ParityCase, Subject, check_parity, full_gradients
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.turns import run_each
+from tests.zero.training import NoGradient, part_of
 
 TINY_MB = 300 / 2**20  # 37 float64 elements
-
-
-class NoGradient(torch.autograd.Function):
-    """The first argument; the second one has no gradient, and autograd says so."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, None
 
 
 class Net(nn.Module):
@@ -75,22 +64,19 @@ def make_case(build_model, compute_loss):
     )
 
 
-def replicas():
-    return gpc.mesh.axis("dp")
+def put(model, axis="dp", **options):
+    """Apply the method, with tiny buckets, over the ranks of an axis."""
+    options = {"bucket_cap_mb": TINY_MB, **options}
+    arriving = ArrivingParams(model, Casts(), torch.device("cpu"))
+    return Bucketed(**options).apply(model, blocks=[], replicas=gpc.mesh.axis(axis), arriving=arriving)
 
 
 def parity(options, accumulation):
     colossalai.launch_from_torch(config={}, verbose=False)
-    method = Bucketed(**{"bucket_cap_mb": TINY_MB, **options})
     case = make_case(Net, loss_of)
 
     def apply(model):
-        applied = method.apply(
-            model,
-            blocks=[],
-            replicas=replicas(),
-            arriving=ArrivingParams(model, Casts(), torch.device("cpu")),
-        )
+        applied = put(model, **options)
         assert applied.module is model
         optimizer = case.build_optimizer(model.parameters())
 
@@ -136,7 +122,6 @@ def test_parity(world_size, cases):
 def parts_of_a_pipeline():
     """Two parts with a weight in common, each with its own last backward."""
     colossalai.launch_from_torch(config={}, verbose=False)
-    method = Bucketed(bucket_cap_mb=TINY_MB)
 
     def build():
         first, second = nn.Linear(5, 5), nn.Linear(5, 5)
@@ -152,12 +137,7 @@ def parts_of_a_pipeline():
     case = make_case(build, compute_loss)
 
     def apply(chunks):
-        applied = method.apply(
-            chunks,
-            blocks=[],
-            replicas=replicas(),
-            arriving=ArrivingParams(chunks, Casts(), torch.device("cpu")),
-        )
+        applied = put(chunks)
         optimizer = case.build_optimizer(chunks.parameters())
 
         def step(batch):
@@ -199,10 +179,7 @@ def what_is_sent(overlap):
     colossalai.launch_from_torch(config={}, verbose=False)
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(6)))
-    method = Bucketed(bucket_cap_mb=2 * 64 / 2**20, overlap=overlap)  # two weights of 64 bytes
-    applied = method.apply(
-        model, blocks=[], replicas=replicas(), arriving=ArrivingParams(model, Casts(), torch.device("cpu"))
-    )
+    applied = put(model, bucket_cap_mb=2 * 64 / 2**20, overlap=overlap)  # two weights of 64 bytes
     during = []
     with ledger() as book:
         for _ in range(2):
@@ -244,17 +221,14 @@ def unfrozen_later():
     torch.manual_seed(0)
     twin = Net().double()
     model = copy.deepcopy(twin)
-    arriving = ArrivingParams(model, Casts(), torch.device("cpu"))
-    method = Bucketed(bucket_cap_mb=TINY_MB)
-    applied = method.apply(model, blocks=[], replicas=replicas(), arriving=arriving)
+    applied = put(model)
     optimizers = [torch.optim.AdamW(each.parameters(), lr=0.1) for each in (twin, model)]
     for step, (x, y) in enumerate(case.batches):
         for each in (twin, model):
             each.frozen.requires_grad_(step in (1, 3))
             each.zero_grad()
         loss_of(twin, (x.double(), y)).backward()
-        parts = (each.chunk(replicas().size)[replicas().rank] for each in (x.double(), y))
-        loss_of(model, tuple(parts)).backward()
+        loss_of(model, (part_of(x.double()), part_of(y))).backward()
         applied.finish()
         for optimizer in optimizers:
             optimizer.step()
@@ -269,17 +243,7 @@ def test_a_layer_that_is_unfrozen_later_is_averaged():
 
 def edges():
     colossalai.launch_from_torch(config={}, verbose=False)
-    method = Bucketed()
-
-    def apply(model):
-        return method.apply(
-            model,
-            blocks=[],
-            replicas=replicas(),
-            arriving=ArrivingParams(model, Casts(), torch.device("cpu")),
-        )
-
-    applied = apply(nn.Linear(2, 2))
+    applied = put(nn.Linear(2, 2))
     model = applied.module
     model(torch.ones(1, 2)).sum().backward()
     with pytest.raises(ValueError, match="after its average was started"):
@@ -287,12 +251,12 @@ def edges():
     with pytest.raises(ValueError, match="call finish first"):
         applied.set_sync(False)
     applied.finish()
-    applied = apply(nn.Embedding(3, 2, sparse=True))  # who drops it has given up its buckets
+    applied = put(nn.Embedding(3, 2, sparse=True))  # who drops it has given up its buckets
     with pytest.raises(ValueError, match="sparse=False"):
         applied.module(torch.tensor([1])).sum().backward()
 
     # The memory of a gradient is its bucket's, whatever zero_grad did.
-    applied = apply(nn.Linear(2, 2))
+    applied = put(nn.Linear(2, 2))
     linear = applied.module
     places = set()
     for set_to_none in (True, False, True):
@@ -303,16 +267,11 @@ def edges():
         assert linear.weight.grad.tolist() == [[1.5, 1.5], [1.5, 1.5]]
     assert len(places) == 1
 
-    applied = apply(nn.BatchNorm1d(2))
+    applied = put(nn.BatchNorm1d(2))
     norm = applied.module
     norm(torch.randn(4, 2, generator=torch.Generator().manual_seed(gpc.get_global_rank()))).sum().backward()
     applied.finish()
-    bare = Bucketed().apply(
-        nn.Linear(1, 1),
-        blocks=[],
-        replicas=gpc.mesh.axis("tp"),
-        arriving=ArrivingParams(nn.Linear(1, 1), Casts(), torch.device("cpu")),
-    )
+    bare = put(nn.Linear(1, 1), "tp")
     bare.set_sync(True)
     bare.finish()
     statistics = norm.running_mean.tolist()
@@ -328,12 +287,9 @@ def test_edges():
 
 def another_order_on_each_rank():
     colossalai.launch_from_torch(config={}, verbose=False)
-    method = Bucketed(bucket_cap_mb=4 / 2**20)  # a bucket for each weight
     branches = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
     whole = nn.Sequential(branches)
-    applied = method.apply(
-        whole, blocks=[], replicas=replicas(), arriving=ArrivingParams(whole, Casts(), torch.device("cpu"))
-    )
+    applied = put(whole, bucket_cap_mb=4 / 2**20)  # a bucket for each weight
     order = list(range(4))
     for number in order if gpc.get_global_rank() == 0 else reversed(order):
         branches[number](torch.full((1, 1), 1.0 + number)).sum().backward()
@@ -350,12 +306,9 @@ def test_buckets_start_in_one_order():
 
 def naive_with_buckets():
     colossalai.launch_from_torch(config={}, verbose=False)
-    method = Bucketed()
     linear = nn.Linear(1, 1, bias=False)
     NaiveFP16().convert_model(linear, float32_grads=True)
-    applied = method.apply(
-        linear, blocks=[], replicas=replicas(), arriving=ArrivingParams(linear, Casts(), torch.device("cpu"))
-    )
+    applied = put(linear)
     values = [1.0, *[2.0**-12] * 4]
     for number, value in enumerate(values):
         applied.set_sync(number == len(values) - 1)

@@ -97,12 +97,13 @@ def batch(num_ranks: int) -> tuple[torch.Tensor, torch.Tensor]:
     return drawn[0], drawn[1]
 
 
-def put(net: nn.Module, chunk_size: int) -> Any:
+def put(net: nn.Module, chunk_size: int, **options: Any) -> Any:
     """Put a net into chunks over all ranks of a launched job; return the applied method."""
     replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    return Gemini(sizes=ChunkSizes(chunk_size, 0, 1)).apply(
-        net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
-    )
+    method = Gemini(sizes=ChunkSizes(chunk_size, 0, 1), **options)
+    method.check(net, [], blocks=[], replicas=replicas)
+    arriving = ArrivingParams(net, Casts(), torch.device("cpu"))
+    return method.apply(net, blocks=[], replicas=replicas, arriving=arriving)
 
 
 def trained(net: nn.Module, applied: Any, make: Callable[..., torch.optim.Optimizer]) -> Callable[..., Any]:

@@ -26,16 +26,16 @@ from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lamb, Lars
 from colossalai.nn.parallel import DataMethod, Replicated
 from colossalai.runtime import Plan
 from colossalai.runtime._assemble import assemble_with_optimizers
-from colossalai.testing import check_parity
 from colossalai.zero import GeminiAdamOptimizer, GeminiDDP, ZeroOptimizer, ZeroReplicas
 from colossalai.zero.gemini import ChunkSizes, Gemini
-from tests.booster.test_accumulate import make_model
-from tests.booster.test_several_optimizers import batch_of
+from tests.parity.table import stages
+from tests.parity.tasks import DEEP_NET
+from tests.parity.training import check_runs
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
 from tests.turns import run_each
 from tests.zero.gemini.nets import Block
-from tests.zero.gemini.test_parity import SMALL, case_of, gpt, through_booster
+from tests.zero.gemini.table import GPT, SMALL, by_config, in_chunks
 
 pytestmark = pytest.mark.dist
 
@@ -70,47 +70,43 @@ WHOLE: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def whole_parameters(
-    folder: str, options: dict[str, Any], accumulation: int, names: Iterable[str]
-) -> list[list[float]]:
-    """Train with some optimizers, the first of them also with a budget that sends its states to disk."""
-    colossalai.launch_from_torch({}, verbose=False)
-    found = []
-    in_memory = {key: value for key, value in options.items() if key != "memory_budget"}
-    on_disk = {**options, "placement_policy": "nvme", "offload_dir": folder}
-    for name in names:
-        for more in (in_memory, on_disk) if name in ("lamb", "adafactor") else (in_memory,):
-            case = replace(case_of(gpt, max_norm=0.1), build_optimizer=WHOLE[name])
-            found.append(check_parity(case, partial(through_booster, case, more, accumulation)))
-    gpc.destroy()
-    return found
+    names: Iterable[str], num_ranks: int, accumulation: int, folder: Path, memory_budget: int, **options: Any
+) -> None:
+    """Train with optimizers, some of them also with a budget that sends states to disk."""
+    names = tuple(names)
+    on_disk = {"placement_policy": "nvme", "offload_dir": str(folder), "memory_budget": memory_budget}
+    both = [name for name in names if name in ("lamb", "adafactor")]
+    losses = check_runs(
+        num_ranks,
+        [
+            (in_chunks(replace(GPT, optimizer=WHOLE[name]), num_ranks, accumulation, 0.1, **options, **more),)
+            for each, more in ((names, {}), (both, on_disk))
+            for name in each
+        ],
+    )
+    in_memory = dict(zip(names, losses, strict=False))
+    assert losses[len(names) :] == [in_memory[name] for name in both]
+    assert len({tuple(each) for each in in_memory.values()}) == len(names)
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "options", "accumulation"),
+    ("num_ranks", "accumulation", "options"),
     [
-        further(1, {"min_chunk_size_mb": 0.002, "memory_budget": 280_000}, 2),
-        further(2, {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}, 2),
-        further(4, {"min_chunk_size_mb": 0.001, "memory_budget": 150_000}, 1),
+        further(1, 2, {"min_chunk_size_mb": 0.002, "memory_budget": 280_000}),
+        further(2, 2, {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}),
+        further(4, 1, {"min_chunk_size_mb": 0.001, "memory_budget": 150_000}),
     ],
 )
 def test_optimizers_that_are_not_elementwise_are_one_process(
-    num_ranks: int, options: dict[str, Any], accumulation: int, tmp_path: Path
+    num_ranks: int, accumulation: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    for lamb, lamb_on_disk, lars, adafactor, adafactor_on_disk, by_row in run_ranks(
-        whole_parameters, num_ranks, str(tmp_path), options, accumulation, WHOLE
-    ):
-        assert lamb_on_disk == lamb
-        assert adafactor_on_disk == adafactor
-        assert len({tuple(losses) for losses in (lamb, lars, adafactor, by_row)}) == 4
+    whole_parameters(WHOLE, num_ranks, accumulation, tmp_path, **options)
 
 
 def test_some_of_them_are_one_process(tmp_path: Path) -> None:
     """Adafactor is compared by its checkpoints below."""
     options = {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}
-    names = ("lamb", "lars", "by row")
-    for lamb, lamb_on_disk, lars, by_row in run_ranks(whole_parameters, 2, str(tmp_path), options, 2, names):
-        assert lamb_on_disk == lamb
-        assert len({tuple(losses) for losses in (lamb, lars, by_row)}) == 3
+    whole_parameters(("lamb", "lars", "by row"), 2, 2, tmp_path, **options)
 
 
 class Net(nn.Module):
@@ -459,36 +455,9 @@ def test_at_the_doors(tmp_path: Path) -> None:
         assert "is in two optimizers of one model" in said[4]
 
 
-def in_a_pipeline() -> dict[str, Tensor]:
-    config = {
-        "parallel": {"pipeline": {"size": 2, "partition": "balanced"}, "data": 2},
-        "gemini": {**SMALL, "min_chunk_size_mb": 0.00002},
-        "NUM_MICRO_BATCHES": 2,
-        "clip_grad_norm": 0.3,
-    }
-    colossalai.launch_from_torch(config, verbose=False)
-    model = make_model()
-    made = Lamb(model.parameters(), lr=0.05)
-    engine, *_ = colossalai.initialize(model, made, nn.functional.mse_loss, verbose=False)
-    for step in range(3):
-        engine.zero_grad()
-        replica = gpc.mesh.axis_rank("dp")
-        engine.execute_schedule(iter([tuple(part.chunk(2)[replica] for part in batch_of(step))]))
-        engine.step()
-    names = engine.optimizer.param_names
-    with engine.model.gathered():
-        return {names[param]: param.detach().clone() for param in engine.model.parameters()}
-
-
 @pytest.mark.long
 def test_whole_parameters_in_a_pipeline() -> None:
-    twin = make_model()
-    optimizer = Lamb(twin.parameters(), lr=0.05)
-    for step in range(3):
-        x, y = batch_of(step)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(twin(x), y).backward()
-        nn.utils.clip_grad_norm_(twin.parameters(), 0.3)
-        optimizer.step()
-    for found in run_ranks(in_a_pipeline, 4):
-        assert far(found, {name: twin.get_parameter(name).detach() for name in found}) < 1e-10
+    sizes = {**SMALL, "min_chunk_size_mb": 0.00002}
+    task = replace(DEEP_NET, optimizer=partial(Lamb, lr=0.05))
+    config = stages(2, num_microbatches=2, data=2)
+    check_runs(4, [(by_config(task, 4, {**config, "gemini": sizes}, max_norm=0.3),)])

@@ -14,21 +14,20 @@ import torch.distributed as dist
 from torch import nn
 
 import colossalai
-from colossalai.amp import Casts
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import ArrivingParams
 from colossalai.zero._exchange import start_meeting
-from colossalai.zero.gemini import ChunkSizes, Gemini
+from colossalai.zero.gemini import Gemini
 from tests.monitor.hanging import notices, num_notices, wait_for
 from tests.ranks import RanksError, run_ranks
 from tests.tiers import after_the_first, further
-from tests.zero.gemini.nets import trained
+from tests.zero.gemini.nets import put, trained
 
 pytestmark = pytest.mark.dist
 PATIENCE_S, USERS_S = 0.5, Gemini().patience
 SHORT_S = 0.2  # where nobody gives up
 WIDTH = 8
 CHUNK = WIDTH * WIDTH  # elements: one layer
+SOON = {"chunk_size": CHUNK, "patience": PATIENCE_S}
 FLOAT, HALF = torch.float64, torch.bfloat16
 WAYS = [("gloo", FLOAT), ("shared_memory", FLOAT), ("shared_memory", HALF)]
 """Over gloo, through memory by a collective whose headers are compared, and by messages."""
@@ -55,21 +54,13 @@ def launch(backend: str, folder: Path) -> int:
     return dist.get_rank()
 
 
-def put(net: nn.Module, patience: float = PATIENCE_S) -> Any:
-    options = Gemini(sizes=ChunkSizes(CHUNK, 0, 1), patience=patience)
-    replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    return options.apply(
-        net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
-    )
-
-
 def inputs(dtype: torch.dtype = FLOAT) -> torch.Tensor:
     return torch.ones(1, WIDTH, dtype=dtype)
 
 
 def uses_another_order(backend: str, folder: Path, dtype: torch.dtype) -> None:
     rank = launch(backend, folder)
-    put(net := Layers(dtype))
+    put(net := Layers(dtype), **SOON)
     with torch.no_grad():
         net(inputs(dtype), order="bac" if rank == 1 else "abc")
 
@@ -78,7 +69,7 @@ def uses_another_model(backend: str, folder: Path, dtype: torch.dtype) -> None:
     rank = launch(backend, folder)
     nets = [Layers(dtype), Layers(dtype)]
     for net in nets:
-        put(net)
+        put(net, **SOON)
     nets[rank](inputs(dtype))
 
 
@@ -93,7 +84,7 @@ def runs_one_forward_less_as_users_do() -> None:
 
 def train_on_rank_0_once_more(rank: int, dtype: torch.dtype, patience: float) -> None:
     net = Layers(dtype)
-    step = trained(net, put(net, patience), partial(torch.optim.SGD, lr=0.1))
+    step = trained(net, put(net, CHUNK, patience=patience), partial(torch.optim.SGD, lr=0.1))
     step((inputs(dtype),))
     for _ in range(2 - rank):
         loss = net(inputs(dtype))
@@ -102,7 +93,7 @@ def train_on_rank_0_once_more(rank: int, dtype: torch.dtype, patience: float) ->
 
 def is_in_another_collective(backend: str, folder: Path, dtype: torch.dtype) -> None:
     rank = launch(backend, folder)
-    put(net := Layers(dtype))
+    put(net := Layers(dtype), **SOON)
     if rank == 0:
         net(inputs(dtype))
     dist.all_reduce(torch.ones(1))
@@ -110,7 +101,7 @@ def is_in_another_collective(backend: str, folder: Path, dtype: torch.dtype) -> 
 
 def enters_gathered_later(backend: str, folder: Path, dtype: torch.dtype) -> None:
     rank = launch(backend, folder)
-    applied = put(net := Layers(dtype))
+    applied = put(net := Layers(dtype), **SOON)
     if rank == 1:
         net(inputs(dtype))
     with applied.gathered():
@@ -119,7 +110,7 @@ def enters_gathered_later(backend: str, folder: Path, dtype: torch.dtype) -> Non
 
 def loads_before_the_others(backend: str, folder: Path, dtype: torch.dtype) -> None:
     rank = launch(backend, folder)
-    applied, state = put(net := Layers(dtype)), Layers(dtype).state_dict()
+    applied, state = put(net := Layers(dtype), **SOON), Layers(dtype).state_dict()
     if rank == 1:
         applied.load_state_dict(net, state)
     net(inputs(dtype))
@@ -155,7 +146,7 @@ def test_all_ranks_are_told_where_each_is(
 
 def has_left(backend: str, folder: Path, dtype: torch.dtype) -> None:
     rank = launch(backend, folder)
-    put(net := Layers(dtype))
+    put(net := Layers(dtype), **SOON)
     if rank == 0:
         net(inputs(dtype))
     gpc.destroy()
@@ -191,7 +182,10 @@ def is_slow(backend: str, folder: Path) -> tuple[list[str], float]:
         rank = launch(backend, folder)
         net, twin = Layers(), Layers()
         make = partial(torch.optim.SGD, lr=0.1)
-        step, optimizer = trained(net, applied := put(net, SHORT_S), make), make(twin.parameters())
+        step, optimizer = (
+            trained(net, applied := put(net, CHUNK, patience=SHORT_S), make),
+            make(twin.parameters()),
+        )
         for number in range(3):
             if rank == 1 and number == 1:
                 wait_for(told)
@@ -221,7 +215,7 @@ def evaluates_more_often(backend: str) -> tuple[float, float, int]:
     colossalai.launch_from_torch({}, backend=backend, verbose=False)
     net, twin = Layers(), Layers()
     make = partial(torch.optim.SGD, lr=0.1)
-    step, optimizer = trained(net, applied := put(net), make), make(twin.parameters())
+    step, optimizer = trained(net, applied := put(net, **SOON), make), make(twin.parameters())
     far = 0.0
     for _ in range(2):
         step((inputs(),))

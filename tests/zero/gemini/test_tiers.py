@@ -4,7 +4,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -20,15 +20,14 @@ from colossalai.amp import FullPrecision, NaiveFP16, Precision, PureBF16
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.runtime import Plan, assemble
-from colossalai.testing import check_parity
 from colossalai.zero.gemini import ChunkSizes, Gemini
-from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini._tiers import TierMemory
 from colossalai.zero.gemini.planning._policy import Home
+from tests.parity.training import Task, train
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.gemini.nets import Block
-from tests.zero.gemini.test_parity import bert, case_of, gpt, gpt2, through_booster
+from tests.zero.gemini.table import BERT, GPT, GPT2, in_chunks
 
 CPU = torch.device("cpu")
 MIB = 2**20
@@ -115,25 +114,18 @@ POLICIES: list[dict[str, Any]] = [
 ]
 
 
-def of_policies(build: Callable[[], nn.Module], folder: str, accumulation: int, least: int) -> list[Any]:
+def of_policies(task: Task, folder: str, accumulation: int, least: int) -> list[Any]:
     """Train with each policy as one process does; return losses, homes and gathers of each."""
-    colossalai.launch_from_torch({}, verbose=False)
     found = []
     for policy in POLICIES:
-        case = case_of(build, max_norm=0.1)
         options = {**policy, "min_chunk_size_mb": 0.0005, "recompute": True}
         if "memory_budget" in policy:
             options["offload_dir"] = folder
             options["memory_budget"] += least
-        models = []
-
-        def apply(model: nn.Module, case: Any = case, options: Any = options, models: Any = models) -> Any:
-            subject = through_booster(case, options, accumulation, model)
-            models.append(model)
-            return subject
-
-        losses = check_parity(case, apply)
-        cache = handle_of(next(iter(models[0].parameters()))).hooks.cache
+        models: list[Any] = []
+        run = in_chunks(task, 0, accumulation, 0.1, **options)
+        losses = train(replace(run, check=models.append))
+        cache = models[0].data.cache
         found.append(
             (
                 losses,
@@ -143,22 +135,21 @@ def of_policies(build: Callable[[], nn.Module], folder: str, accumulation: int, 
                 cache.num_gathers,
             )
         )
-    gpc.destroy()
     return found
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize(
-    ("build", "num_ranks", "accumulation", "least"),
-    [further(gpt2, 1, 2, 235_000), (gpt, 2, 2, 100_000), further(bert, 4, 1, 75_000)],
+    ("task", "num_ranks", "accumulation", "least"),
+    [further(GPT2, 1, 2, 235_000), (GPT, 2, 2, 100_000), further(BERT, 4, 1, 75_000)],
     ids=["gpt2", "gpt", "bert"],
 )
 def test_all_policies_train_as_one_process(
-    build: Callable[[], nn.Module], num_ranks: int, accumulation: int, least: int, tmp_path: Path
+    task: Task, num_ranks: int, accumulation: int, least: int, tmp_path: Path
 ) -> None:
-    if build is not gpt:
+    if task is not GPT:
         pytest.importorskip("transformers")
-    for found in run_ranks(of_policies, num_ranks, build, str(tmp_path), accumulation, least):
+    for found in run_ranks(of_policies, num_ranks, task, str(tmp_path), accumulation, least):
         assert len({tuple(losses) for losses, *_ in found}) == 1  # bit for bit
         for policy, (_, _, states_homes, is_followed, _) in zip(POLICIES, found, strict=True):
             assert is_followed == ("memory_budget" in policy)
