@@ -19,7 +19,7 @@ SMALL: dict[str, Any] = {
     "hidden_dim": 1,
 }
 """Chunks of 31 elements: several, and parameters with one of their own."""
-# Keys have a bias whose gradient is 0 but for rounding; small weights keep it below what Adafactor divides by.
+# Keys have a bias whose gradient is 0 but for rounding; small weights keep it below the eps of Adafactor.
 GPT = zoo("gpt", vocab=32, num_samples=8, mlp_ratio=4.0, init_std=0.02)
 
 
