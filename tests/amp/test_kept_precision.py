@@ -1,6 +1,7 @@
 """Buffers and inputs of models of 16 bits keep their float32 values, at every door."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -79,11 +80,13 @@ def build():
     return model, torch.randn(2, 8)
 
 
-def check_door(step, model, dtype):
+def check_door(call, model, backward, optimizer, dtype):
     """Take a step; all that a rank sees of the model's buffers and inputs keeps its values."""
     whole, x = build()
     sine, right = whole(TIME, x)
-    found_sine, found = step(TIME, x)
+    found_sine, found = call(TIME, x)
+    backward(found.square().mean())
+    optimizer.step()
     assert found_sine.equal(sine)
     assert (found.float() - right).norm() / right.norm() < 0.02
     assert set(model.dtypes) == {dtype}
@@ -100,14 +103,9 @@ def boost_and_check(name):
     booster = DOORS[name]()
     model, _ = build()
     boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def step(time, x):
-        output = boosted(time, x)
-        booster.backward(output[1].square().mean(), optimizer)
-        optimizer.step()
-        return output
-
-    check_door(step, boosted.unwrap(), torch.float16 if "fp16" in name else torch.bfloat16)
+    dtype = torch.float16 if "fp16" in name else torch.bfloat16
+    backward = partial(booster.backward, optimizer=optimizer)
+    check_door(boosted, boosted.unwrap(), backward, optimizer, dtype)
 
 
 @pytest.mark.dist
@@ -122,14 +120,8 @@ def initialize_and_check(mode):
     engine, *_ = colossalai.initialize(
         model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), verbose=False
     )
-
-    def step(time, x):
-        output = engine(time, x)
-        engine.backward(output[1].square().mean())
-        engine.step()
-        return output
-
-    check_door(step, model, torch.float16 if mode == "naive" else torch.bfloat16)
+    dtype = torch.float16 if mode == "naive" else torch.bfloat16
+    check_door(engine, model, engine.backward, engine, dtype)
 
 
 @pytest.mark.dist

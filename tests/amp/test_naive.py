@@ -1,4 +1,4 @@
-"""Naive float16 in one process: who holds which weights, what the scale does, what is saved."""
+"""Models of 16 bits in one process: who holds which weights, what the scale does, what is saved."""
 
 import copy
 import io
@@ -8,8 +8,21 @@ import torch
 from torch import nn
 
 from colossalai import checkpoint_io
-from colossalai.amp import AMP_TYPE, DynamicLossScaler, NaiveFP16, convert_to_amp, precision_of
-from colossalai.booster.mixed_precision import FP16NaiveMixedPrecision, mixed_precision_factory
+from colossalai.amp import (
+    AMP_TYPE,
+    BF16Autocast,
+    DynamicLossScaler,
+    LossScaler,
+    NaiveFP16,
+    PureBF16,
+    convert_to_amp,
+    precision_of,
+)
+from colossalai.booster.mixed_precision import (
+    BF16MixedPrecision,
+    FP16NaiveMixedPrecision,
+    mixed_precision_factory,
+)
 from colossalai.context import Config, ConfigException
 from colossalai.context._features import check_config
 
@@ -32,9 +45,9 @@ class Net(nn.Module):
         return self.head(self.norm(self.frozen(self.embed(tokens)) * factor + self.shift))
 
 
-def convert(model, optimizer, **options):
-    options = {"initial_scale": 2.0**8, **options}
-    return convert_to_amp(model, optimizer, None, AMP_TYPE.NAIVE, options)[:2]
+def convert(model, optimizer, mode=AMP_TYPE.NAIVE, **options):
+    defaults = {"initial_scale": 2.0**8} if mode is AMP_TYPE.NAIVE else {"master_weights": True}
+    return convert_to_amp(model, optimizer, None, mode, {**defaults, **options})[:2]
 
 
 def make_net():
@@ -52,16 +65,20 @@ def train(model, optimizer, num_steps=1):
         optimizer.step()
 
 
-def test_dtypes():
+MODES = {AMP_TYPE.NAIVE: torch.float16, AMP_TYPE.BF16: torch.bfloat16}
+
+
+@pytest.mark.parametrize(("mode", "dtype"), MODES.items())
+def test_dtypes(mode, dtype):
     net, raw = make_net()
     seen = []
     net.frozen.register_forward_hook(lambda module, args, output: seen.append((args[0].dtype, output.dtype)))
-    model, optimizer = convert(net, raw)
+    model, optimizer = convert(net, raw, mode)
     output = model(torch.arange(4), torch.ones(4, 1, dtype=torch.float64))
-    assert seen == [(torch.float16, torch.float16)]
+    assert seen == [(dtype, dtype)]
     assert output.dtype == torch.float32
     low = (net.embed.weight, net.frozen.weight, net.frozen.bias, net.shift)
-    assert {tensor.dtype for tensor in low} == {torch.float16}
+    assert {tensor.dtype for tensor in low} == {dtype}
     kept = (net.norm.weight, net.norm.bias, net.norm.running_mean, net.norm.running_var)
     assert {tensor.dtype for tensor in kept} == {torch.float32}
     assert net.norm.num_batches_tracked.dtype == torch.int64
@@ -74,39 +91,45 @@ def test_dtypes():
     assert optimizer.param_names[master] == optimizer.param_names[net.embed.weight] == "embed.weight"
     train(model, optimizer)
     assert optimizer.stepped
-    assert torch.equal(master.half(), net.embed.weight)
+    assert torch.equal(master.to(dtype), net.embed.weight)
     assert raw.state[master]["exp_avg"].dtype == torch.float32
 
 
-def test_masters_keep_updates_that_float16_loses():
+@pytest.mark.parametrize(
+    ("mode", "lr"),
+    [
+        (AMP_TYPE.NAIVE, 1e-4),  # 1 - 1e-4 rounds to 1 in float16, whose spacing below 1 is 4.9e-4
+        (AMP_TYPE.BF16, 1e-3),  # 1 - 1e-3 rounds to 1 in bfloat16, whose spacing below 1 is 3.9e-3
+    ],
+)
+def test_masters_keep_updates_that_16_bits_lose(mode, lr):
     linear = nn.Linear(1, 1, bias=False)
     linear.weight.data.fill_(1.0)
-    model, optimizer = convert(linear, torch.optim.SGD(linear.parameters(), lr=1e-4))
-    for _ in range(20):  # 1 - 1e-4 rounds to 1 in float16, whose spacing below 1 is 4.9e-4
+    model, optimizer = convert(linear, torch.optim.SGD(linear.parameters(), lr=lr), mode)
+    for _ in range(20):
         optimizer.zero_grad()
         optimizer.backward(model(torch.ones(1, 1)).sum())
         optimizer.step()
-    assert linear.weight.item() == pytest.approx(1 - 20e-4, abs=3e-4)
+    assert linear.weight.item() == pytest.approx(1 - 20 * lr, abs=3e-4 if lr == 1e-4 else 2e-3)
 
 
 def test_the_loss_follows_float32():
     net, _ = make_net()
     twin = copy.deepcopy(net)
-    low, low_optimizer = convert(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
-    twin_optimizer = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     tokens = torch.randint(11, (64,), generator=torch.Generator().manual_seed(1))
-    losses, expected = [], []
-    for _ in range(30):
-        low_optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(low(tokens, torch.ones(64, 1)), tokens)
-        low_optimizer.backward(loss)
-        low_optimizer.step()
-        losses.append(loss.item())
-        twin_optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(twin(tokens, torch.ones(64, 1)), tokens)
-        loss.backward()
-        twin_optimizer.step()
-        expected.append(loss.item())
+
+    def losses_of(model, optimizer, backward):
+        losses = []
+        for _ in range(30):
+            optimizer.zero_grad()
+            losses.append(nn.functional.cross_entropy(model(tokens, torch.ones(64, 1)), tokens))
+            backward(losses[-1])
+            optimizer.step()
+        return [loss.item() for loss in losses]
+
+    low, low_optimizer = convert(net, torch.optim.AdamW(net.parameters(), lr=1e-2))
+    losses = losses_of(low, low_optimizer, low_optimizer.backward)
+    expected = losses_of(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), torch.Tensor.backward)
     # 11 bits: 0.05 % per operation, some ten in a row, in forward and backward
     assert losses == pytest.approx(expected, rel=0.01)
     assert losses[-1] < 0.7 * losses[0]
@@ -283,6 +306,18 @@ def test_a_state_without_masters_is_loaded():
     other.load_state_dict(torch.load(buffer))
     train(_, other)
     assert other.state[by_name(other)["embed.weight"]]["step"] == 3
+
+
+def test_how_masters_of_bfloat16_are_asked_for():
+    assert precision_of("bf16", {"master_weights": True}) == PureBF16()
+    assert precision_of("bf16") == precision_of("bf16", {"master_weights": False}) == BF16Autocast()
+    assert BF16MixedPrecision().precision() == mixed_precision_factory("bf16").precision() == BF16Autocast()
+    assert mixed_precision_factory("bf16_master") == BF16MixedPrecision(master_weights=True)
+    assert BF16MixedPrecision(master_weights=True).precision() == PureBF16()
+    assert type(PureBF16().make_scaler()) is LossScaler
+    check_config(Config(fp16={"mode": AMP_TYPE.BF16, "master_weights": True}), 1)
+    with pytest.raises(ConfigException, match="master_weights is 1"):
+        check_config(Config(fp16={"mode": AMP_TYPE.BF16, "master_weights": 1}), 1)
 
 
 def test_options_are_the_documented_ones():

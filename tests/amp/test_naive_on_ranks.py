@@ -1,4 +1,4 @@
-"""Naive float16 over several ranks, through both doors."""
+"""Low precisions over several ranks, by the config door."""
 
 import pytest
 import torch
@@ -6,14 +6,11 @@ from torch import nn
 
 import colossalai
 from colossalai.amp import AMP_TYPE
-from colossalai.booster import Booster
-from colossalai.booster.mixed_precision import FP16NaiveMixedPrecision
-from colossalai.booster.plugin import TorchDDPPlugin, TorchFSDPPlugin
 from colossalai.core import global_context as gpc
 from colossalai.tensor import spec_of
 from tests.model_zoo.tiny import build, criterion_of, make_batch
-from tests.ranks import run_ranks
-from tests.tiers import after_the_first, further
+from tests.tiers import further
+from tests.turns import run_each
 
 pytestmark = pytest.mark.dist
 
@@ -59,57 +56,24 @@ def through_engine(parallel, fp16):
     return losses, {name: master.detach() for name, master in masters.items()}, cut
 
 
-def through_engine_twice(parallel):
-    """Train in naive float16 and in float32."""
-    naive = {"mode": AMP_TYPE.NAIVE, "initial_scale": 2.0**10}
-    return through_engine(parallel, naive), through_engine(parallel, None)
+# 11 bits: 0.05 % per operation, some thirty in a row, over 6 updates; bfloat16 keeps 8 bits
+TOLERANCES = {AMP_TYPE.NAIVE: 0.02, AMP_TYPE.TORCH: 0.05, AMP_TYPE.BF16: 0.05}
 
 
-@pytest.mark.parametrize(
-    "parallel", after_the_first([{"tensor": {"size": 2, "mode": "1d"}}, {}]), ids=["tp", "dp"]
-)
+@pytest.mark.parametrize("parallel", [{"tensor": {"size": 2, "mode": "1d"}}, {}], ids=["tp", "dp"])
 def test_the_config_door_follows_float32(parallel):
-    found = run_ranks(through_engine_twice, 2, parallel)
-    for (losses, _, cut), (expected, _, cut_before) in found:
-        # 11 bits: 0.05 % per operation, some thirty in a row, over 6 updates
-        assert losses == pytest.approx(expected, rel=0.02)
-        assert losses != expected
-        assert losses[-1] < losses[0]
-        assert cut == cut_before
-        assert bool(cut) == bool(parallel)
-    if not parallel:
-        (first, _), (second, _) = found
-        assert all(torch.equal(first[1][name], second[1][name]) for name in first[1])
-
-
-def through_booster():
-    colossalai.launch_from_torch(config={}, verbose=False)
-    precision = FP16NaiveMixedPrecision(initial_scale=16.0, hysteresis=2, growth_interval=100)
-    booster = Booster(mixed_precision=precision, plugin=TorchDDPPlugin())
-    model = nn.Linear(4, 4)
-    boosted, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    history = []
-    for step in range(5):
-        before = model.weight.detach().clone()
-        optimizer.zero_grad()
-        booster.backward(boosted(torch.ones(2, 4)).sum(), optimizer)
-        if step in (1, 3) and gpc.get_global_rank() == 1:
-            model.weight.grad.view(-1)[0] = float("inf")
-        optimizer.step()
-        history.append((optimizer.stepped, not torch.equal(model.weight, before), optimizer.scaler.scale))
-    weights = {name: master.detach() for name, master in masters_of(optimizer).items()}
-    with pytest.raises(ValueError, match="sharded parameters cannot be combined"):
-        Booster(mixed_precision="fp16_naive", plugin=TorchFSDPPlugin()).boost(nn.Linear(2, 2))
-    gpc.destroy()
-    return history, weights
-
-
-def test_the_plugin_door_skips_on_all_ranks_together():
-    (history, weights), (other_history, other_weights) = run_ranks(through_booster, 2)
-    made, skipped = (True, True), (False, False)
-    expected = [(*made, 16.0), (*skipped, 16.0), (*made, 16.0), (*skipped, 8.0), (*made, 8.0)]
-    assert history == other_history == expected
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
+    fp16 = {mode: {"mode": mode} for mode in TOLERANCES}
+    fp16[AMP_TYPE.NAIVE]["initial_scale"] = 2.0**10
+    reference, *found = run_each(2, through_engine, [(parallel, each) for each in (None, *fp16.values())])
+    for of_mode, tolerance in zip(found, TOLERANCES.values(), strict=True):
+        for (losses, _, cut), (expected, _, cut_before) in zip(of_mode, reference, strict=True):
+            assert losses == pytest.approx(expected, rel=tolerance)
+            assert losses != expected
+            assert losses[-1] < losses[0]
+            assert cut == cut_before
+            assert bool(cut) == bool(parallel)
+        (_, first, _), (_, second, _) = of_mode
+        assert parallel or all(torch.equal(first[name], second[name]) for name in first)
 
 
 def through_a_pipeline(fp16):
@@ -139,13 +103,11 @@ def through_a_pipeline(fp16):
     return losses, stepped, kinds
 
 
-def through_a_pipeline_twice():
-    return through_a_pipeline(True), through_a_pipeline(False)
-
-
 @pytest.mark.parametrize("world_size", [further(2), 4])
 def test_a_pipeline_follows_float32(world_size):
-    for (losses, stepped, kinds), (expected, *_) in run_ranks(through_a_pipeline_twice, world_size):
+    for (losses, stepped, kinds), (expected, *_) in zip(
+        *run_each(world_size, through_a_pipeline, [(True,), (False,)]), strict=True
+    ):
         # 11 bits: 0.05 % per operation, some ten in a row, over 10 updates
         assert losses[:11] == pytest.approx(expected[:11], rel=0.01)
         assert losses != expected

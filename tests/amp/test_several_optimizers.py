@@ -15,6 +15,7 @@ from colossalai.amp import (
     OptimizerWrapper,
     RepeatedOverflowError,
 )
+from tests.amp.twins import TwinsOfSeveral
 
 pytestmark = pytest.mark.unit
 
@@ -35,38 +36,29 @@ class Pair(nn.Module):
         return self.last(torch.tanh(self.first(x)))
 
 
-class Run:
+class Run(TwinsOfSeveral):
     """A model with two optimizers under one loss scale, and its twin in plain float32."""
 
     def __init__(self, *, master_weights: bool = False, **scaler_options: object) -> None:
         options = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 1000, **scaler_options}
-        self.scaler = DynamicLossScaler(init_scale=SCALE, quiet=True, **options)
-        self.twin = Pair()
-        self.model = copy.deepcopy(self.twin)
-        raw = [self._optimizer(part) for part in (self.model.first, self.model.last)]
-        names = {param: name for name, param in self.model.named_parameters()}
-        if master_weights:
-            masters = NaiveFP16().convert_model(self.model, float32_grads=False)
-            optimizer_params = [masters.replace_params(optimizer) for optimizer in raw]
-        else:
-            optimizer_params = [None, None]
-        group = OptimizerGroup(self.scaler)
-        first = OptimizerWrapper(raw[0], group=group, param_names=names, masters=optimizer_params[0])
-        last = OptimizerWrapper(raw[1], group=group, param_names=names, masters=optimizer_params[1])
-        self.optimizers = (first, last)
-        self.plain = tuple(self._optimizer(part) for part in (self.twin.first, self.twin.last))
+        group = OptimizerGroup(DynamicLossScaler(init_scale=SCALE, quiet=True, **options))
+        twin = Pair()
+        model = copy.deepcopy(twin)
+        raw, plain = (
+            [torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9) for part in (each.first, each.last)]
+            for each in (model, twin)
+        )
+        names = {param: name for name, param in model.named_parameters()}
+        masters = NaiveFP16().convert_model(model, float32_grads=False) if master_weights else None
+        wrapped = [
+            OptimizerWrapper(
+                each, group=group, param_names=names, masters=masters and masters.replace_params(each)
+            )
+            for each in raw
+        ]
         self.dtype = torch.float16 if master_weights else torch.float32
         # Two roundings of 2^-11 in each of some twenty operations; in float32 powers of two cost nothing.
-        self.tolerance = 0.01 if master_weights else 1e-6
-
-    @staticmethod
-    def _optimizer(part: nn.Module) -> torch.optim.Optimizer:
-        return torch.optim.SGD(part.parameters(), lr=0.1, momentum=0.9)
-
-    def zero_grad(self, *which: int) -> None:
-        for number in which or (0, 1):
-            self.optimizers[number].zero_grad()
-            self.plain[number].zero_grad()
+        super().__init__(model, wrapped, twin, plain, 0.01 if master_weights else 1e-6)
 
     def backward(self, by: int, seed: int = 0, *, loss: Callable[[nn.Module, Tensor], Tensor] | None = None):
         """Run a backward on both sides; `by` says whose it is."""
@@ -78,21 +70,6 @@ class Run:
     def overflow(self, part: str) -> None:
         """Let a part's gradient be inf, as a value beyond float16 would."""
         getattr(self.model, part).weight.grad[0, 0] = INF
-
-    def step(self, *which: int, skipped: bool = False) -> None:
-        for number in which or (0, 1):
-            self.optimizers[number].step()
-            assert self.optimizers[number].stepped != skipped
-            if not skipped:
-                self.plain[number].step()
-        self.check()
-
-    def check(self) -> None:
-        for (name, param), expected in zip(
-            self.model.named_parameters(), self.twin.parameters(), strict=True
-        ):
-            error = (param.float() - expected).abs().max().item()
-            assert error <= self.tolerance, f"{name} differs by {error:.3g}"
 
 
 @pytest.fixture(params=[False, True], ids=["float32", "float16 with masters"])

@@ -1,5 +1,6 @@
 """Two optimizers of one model under ZeRO in float16: one loss scale, one decision, as in float32."""
 
+import copy
 from contextlib import nullcontext
 
 import pytest
@@ -9,33 +10,29 @@ from torch import Tensor, nn
 import colossalai
 from colossalai.core import global_context as gpc
 from colossalai.zero import zero_model_wrapper, zero_optim_wrapper
+from tests.amp.twins import TwinsOfSeveral
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.training import Net, batch_of
+from tests.zero.training import SMALL, Net, batch_of, part_of
 
 pytestmark = pytest.mark.dist
 
 SCALE = 2.0**8
-SMALL = 0.0003  # MB
 TOLERANCE = 0.004  # some twenty operations, each rounded by 2^-11
 
 
-class Run:
+class Run(TwinsOfSeveral):
     """The model cut over the ranks in float16, and its twin on the whole batch in float32."""
 
     def __init__(self, stage: int) -> None:
         colossalai.launch_from_torch({}, verbose=False)
-        self.replicas = gpc.mesh.axis("dp")
         torch.manual_seed(0)
-        self.twin = Net()
-        raw = Net()
-        raw.load_state_dict(self.twin.state_dict())
-        self.plain = self._optimizers(self.twin)
-        cut = self._optimizers(raw)
-        self.model = zero_model_wrapper(raw, stage, precision="fp16", bucket_cap_mb=SMALL)
-        first = zero_optim_wrapper(self.model, cut[0], initial_scale=SCALE, hysteresis=1, growth_interval=3)
-        self.optimizers = (first, zero_optim_wrapper(self.model, cut[1]))
-        self.scaler = first.scaler
+        twin = Net()
+        raw = copy.deepcopy(twin)
+        plain, cut = self._optimizers(twin), self._optimizers(raw)
+        model = zero_model_wrapper(raw, stage, precision="fp16", bucket_cap_mb=SMALL)
+        first = zero_optim_wrapper(model, cut[0], initial_scale=SCALE, hysteresis=1, growth_interval=3)
+        super().__init__(model, (first, zero_optim_wrapper(model, cut[1])), twin, plain, TOLERANCE)
 
     @staticmethod
     def _optimizers(model: Net) -> list[torch.optim.Optimizer]:
@@ -44,11 +41,6 @@ class Run:
             torch.optim.SGD(model.first.parameters(), lr=0.1, momentum=0.9),
             torch.optim.SGD(rest, lr=0.1),
         ]
-
-    def zero_grad(self, *which: int) -> None:
-        for number in which or (0, 1):
-            self.optimizers[number].zero_grad()
-            self.plain[number].zero_grad()
 
     def backward(self, by: int, step: int, *, huge: str = "", sync: bool = True, part: str = "") -> None:
         """Run a backward on both sides.
@@ -63,8 +55,8 @@ class Run:
         x = batch_of(step).float()
         self._loss(self.twin, x, part).backward()
         with nullcontext() if sync else self.model.no_sync():
-            loss = self._loss(self.model, x.chunk(self.replicas.size)[self.replicas.rank], part)
-            if huge and self.replicas.rank == self.replicas.size - 1:
+            loss = self._loss(self.model, part_of(x), part)
+            if huge and gpc.get_global_rank() == 1:
                 loss = loss + self.model.unwrap().get_parameter(huge).float().sum() * 1e4
             self.optimizers[by].backward(loss)
 
@@ -75,17 +67,6 @@ class Run:
         loss = model(x).square().mean()
         raw.first.requires_grad_(True)
         return loss
-
-    def step(self, *which: int, skipped: bool = False) -> None:
-        for number in which or (0, 1):
-            self.optimizers[number].step()
-            assert self.optimizers[number].stepped != skipped
-            if not skipped:
-                self.plain[number].step()
-        expected = dict(self.twin.named_parameters())
-        for name, param in self.model.named_parameters():
-            error = (param.float() - expected[name]).abs().max().item()
-            assert error <= TOLERANCE, f"{name} differs by {error:.3g}"
 
 
 def one_loss(stage: int) -> None:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-import colossalai
-from colossalai.booster import Booster
-from colossalai.booster.plugin import GeminiPlugin
-from colossalai.core import global_context as gpc
 from colossalai.zero._windows import step_in_windows
-from colossalai.zero.gemini._hooks import handle_of
 from colossalai.zero.gemini.planning import Home
+from tests.parity.training import Task, train
 from tests.ranks import run_ranks
+from tests.zero.gemini.table import in_chunks
 
 
 class Counting(torch.optim.Optimizer):
@@ -80,44 +78,32 @@ def test_numbers_besides_states_see_one_step() -> None:
     assert optimizer.param_groups[0]["warm"] is warm, "a scheduler can hold it"
 
 
-def on_disk(folder: str) -> tuple[list[Any], list[Any], int, float]:
-    """Train with chunks on disk and without Gemini; return numbers, chunks on disk, and an error."""
-    colossalai.launch_from_torch({}, verbose=False)
-    torch.manual_seed(0)
-    net = nn.Sequential(*(nn.Linear(32, 32) for _ in range(6)))
-    twin = copy.deepcopy(net)
-    one, other = Counting(net.parameters()), Counting(twin.parameters())
-    plugin = GeminiPlugin(
-        placement_policy="nvme",
-        offload_dir=folder,
-        memory_budget=40_000,
-        precision="fp32",
-        min_chunk_size_mb=0.001,
-        search_range_mb=0,
-        hidden_dim=1,
+def on_disk(folder: str) -> tuple[list[Any], list[Any], int]:
+    """Train with chunks on disk and without Gemini; return numbers of both, and how many chunks are there."""
+    made: list[Counting] = []
+    models: list[Any] = []
+
+    def counting(params: Iterable[Any]) -> Counting:
+        made.append(Counting(params))
+        return made[-1]
+
+    task = Task(
+        build=lambda: nn.Sequential(*(nn.Linear(32, 32) for _ in range(6))),
+        batches=lambda: [(torch.ones(2, 32),)] * 3,
+        criterion=None,
+        loss=lambda model, batch: model(*batch).square().mean(),
+        optimizer=counting,
     )
-    booster = Booster(plugin=plugin)
-    model, optimizer, *_ = booster.boost(net, one)
-    for _ in range(3):
-        x = torch.ones(2, 32)
-        booster.backward(model(x).square().mean(), optimizer)
-        optimizer.step()
-        optimizer.zero_grad()
-        twin(x).square().mean().backward()
-        other.step()
-        other.zero_grad()
-    chunks = handle_of(next(net.parameters())).hooks.cache.chunks
-    num_on_disk = sum(chunk.states_home is Home.DISK for chunk in chunks)
-    with model.gathered():
-        pairs = zip(net.parameters(), twin.parameters(), strict=True)
-        error = max(float((mine - its).abs().max()) for mine, its in pairs)
-    gpc.destroy()
-    return numbers_of(one), numbers_of(other), num_on_disk, error
+    disk = {"placement_policy": "nvme", "offload_dir": folder, "memory_budget": 80_000}
+    run = in_chunks(task, 1, min_chunk_size_mb=0.001, **disk)
+    train(replace(run, check=models.append))
+    num_on_disk = sum(chunk.states_home is Home.DISK for chunk in models[0].data.cache.chunks)
+    its_twin, one = made
+    return numbers_of(one), numbers_of(its_twin), num_on_disk
 
 
 @pytest.mark.dist
 def test_chunks_on_disk_count_as_one_process_does(tmp_path: Path) -> None:
-    ((found, wanted, num_on_disk, error),) = run_ranks(on_disk, 1, str(tmp_path))
+    ((found, wanted, num_on_disk),) = run_ranks(on_disk, 1, str(tmp_path))
     assert num_on_disk > 1
     assert found == wanted
-    assert error < 1e-6

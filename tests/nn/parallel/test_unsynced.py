@@ -1,6 +1,5 @@
 """Gradients that torch's reducer does not take: those of other methods, second backwards, unfrozen layers."""
 
-import copy
 import gc
 
 import pytest
@@ -14,6 +13,7 @@ from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from tests.ranks import run_ranks
+from tests.zero.training import Twins, part_of
 
 pytestmark = pytest.mark.dist
 
@@ -141,29 +141,22 @@ WAYS = (
 
 
 def compare(way, options) -> None:
-    torch.manual_seed(0)
-    twin = Net().double()
-    model = copy.deepcopy(twin)
-    plain = torch.optim.AdamW(twin.parameters(), lr=0.05)
-    booster = Booster(plugin=TorchDDPPlugin(**options))
-    model, optimizer, *_ = booster.boost(model, torch.optim.AdamW(model.parameters(), lr=0.05))
-    axis = gpc.mesh.axis("dp")
+    twins = Twins(
+        TorchDDPPlugin(**options), Net, lambda model: torch.optim.AdamW(model.parameters(), lr=0.05)
+    )
     generator = torch.Generator().manual_seed(1)
     for step in range(STEPS):
         tokens = torch.randint(20, (12, 5), generator=generator)
         tokens[0, 0] = 0
-        plain.zero_grad()
-        optimizer.zero_grad()
-        way(twin, tokens, lambda loss, **kwargs: loss.backward(**kwargs), step)
-        part = tokens.chunk(axis.size)[axis.rank]
-        way(model, part, optimizer.backward, step)
-        for (name, param), other in zip(model.named_parameters(), twin.parameters(), strict=True):
+        twins.zero_grad()
+        way(twins.twin, tokens, torch.Tensor.backward, step)
+        way(twins.model, part_of(tokens), twins.optimizer.backward, step)
+        for (name, param), other in zip(twins.raw.named_parameters(), twins.twin.parameters(), strict=True):
             where = f"{way.__name__} {options} {step} {name}"
             assert (param.grad is None) == (other.grad is None), where
             if other.grad is not None:
                 torch.testing.assert_close(param.grad, other.grad, msg=where)
-        plain.step()
-        optimizer.step()
+        twins.step(where)
 
 
 def all_ways(options) -> None:

@@ -124,3 +124,13 @@ def trained(net: nn.Module, applied: Any, make: Callable[..., torch.optim.Optimi
         return loss * len(batches)
 
     return step
+
+
+def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Return the largest difference of values."""
+    assert found.keys() == expected.keys()
+    return max(
+        float((value.double() - expected[name].double()).abs().max())
+        for name, value in found.items()
+        if value.numel()
+    )

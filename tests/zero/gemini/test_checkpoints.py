@@ -37,7 +37,7 @@ from colossalai.zero.gemini import ChunkSizes, Gemini
 from colossalai.zero.gemini.planning import Home
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.gemini.nets import Block
+from tests.zero.gemini.nets import Block, far
 
 pytestmark = pytest.mark.dist
 
@@ -149,16 +149,6 @@ class Run:
             case _:
                 load_model(self.raw, folder / f"model {name}")
                 load_optimizer(self.optimizer, folder / f"optimizer {name}", param_names=names)
-
-
-def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference of values."""
-    assert found.keys() == expected.keys()
-    return max(
-        float((value.double() - expected[name].double()).abs().max())
-        for name, value in found.items()
-        if value.numel()
-    )
 
 
 def save(method: str, folder: Path) -> tuple[int, list[float]]:

@@ -34,7 +34,7 @@ from tests.parity.training import check_runs
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
 from tests.turns import run_each
-from tests.zero.gemini.nets import Block
+from tests.zero.gemini.nets import Block, far
 from tests.zero.gemini.table import GPT, SMALL, by_config, in_chunks
 
 pytestmark = pytest.mark.dist
@@ -189,12 +189,6 @@ class Run:
 
     def values(self) -> dict[str, Tensor]:
         return {name: value.clone() for name, value in self.model.state_dict().items()}
-
-
-def far(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Return the largest difference."""
-    assert found.keys() == expected.keys()
-    return max(float((found[name].double() - expected[name].double()).abs().max()) for name in found)
 
 
 def several_of_one_model(folder: Path, methods: list[str]) -> list[tuple[dict[str, Tensor], ...]]:
