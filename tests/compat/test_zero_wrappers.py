@@ -15,6 +15,7 @@ from colossalai.booster.plugin import LowLevelZeroPlugin, TorchDDPPlugin
 from colossalai.core import global_context as gpc
 from colossalai.logging import get_dist_logger
 from colossalai.zero import LowLevelZeroOptimizer, zero_model_wrapper, zero_optim_wrapper
+from tests.amp.twins import TwinsOfSeveral
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.training import SMALL, Net, Twins, adamw, assert_same, batch_of, part_of, plugin
@@ -44,19 +45,16 @@ def two_optimizers(stage: int) -> None:
             torch.optim.Adam(rest, lr=0.05),
         ]
 
-    plain = optimizers(twin)
     raw = optimizers(model)
-    model = zero_model_wrapper(model, stage, precision="fp32", bucket_cap_mb=SMALL)
-    cut = [zero_optim_wrapper(model, optimizer) for optimizer in raw]
+    wrapped = zero_model_wrapper(model, stage, precision="fp32", bucket_cap_mb=SMALL)
+    cut = [zero_optim_wrapper(wrapped, optimizer) for optimizer in raw]
     assert all(isinstance(optimizer, LowLevelZeroOptimizer) for optimizer in cut)
+    twins = TwinsOfSeveral(wrapped, cut, twin, optimizers(twin), 1e-10)
     for step in range(4):
-        for optimizer in (*plain, *cut):
-            optimizer.zero_grad()
+        twins.zero_grad()
         twin(batch_of(step)).square().mean().backward()
-        cut[0].backward(model(part_of(batch_of(step))).square().mean())
-        for optimizer in (*plain, *cut)[step % 2 :: 2] if step else (*plain, *cut):
-            optimizer.step()
-        assert_same(model, twin, step)
+        cut[0].backward(wrapped(part_of(batch_of(step))).square().mean())
+        twins.step(*((step % 2,) if step else ()))
     gpc.destroy()
 
 

@@ -192,7 +192,7 @@ def test_first_states_are_those_of_one_process() -> None:
     run_each(2, first_states, [(Warm, 1, "fp32"), (WarmWholes, 2, "fp32"), (Warm, 2, "bf16")])
 
 
-def low_run(folder: Path, steps: range, *, starts: bool) -> dict[str, Tensor]:
+def low_run(folder: Path, steps: range, starts: bool) -> dict[str, Tensor]:
     colossalai.launch_from_torch({}, verbose=False)
     booster = Booster(plugin=LowLevelZeroPlugin(2, precision="bf16"))
     torch.manual_seed(0)
@@ -216,18 +216,10 @@ def low_run(folder: Path, steps: range, *, starts: bool) -> dict[str, Tensor]:
 
 def test_float32_masters_go_on_bit_for_bit(tmp_path: Path) -> None:
     """On the same batch on all ranks, so that the number of ranks changes nothing."""
-    (whole, _) = run_ranks(low_run_started, 2, tmp_path)
-    for masters in run_ranks(low_run_resumed, 4, tmp_path):
+    (whole, _) = run_ranks(low_run, 2, tmp_path, range(4), True)
+    for masters in run_ranks(low_run, 4, tmp_path, range(2, 4), False):
         assert masters.keys() == whole.keys()
         assert len(masters) == 9
         for name, master in masters.items():
             assert master.dtype == torch.float32
             assert torch.equal(master, whole[name]), name
-
-
-def low_run_started(folder: Path) -> dict[str, Tensor]:
-    return low_run(folder, range(4), starts=True)
-
-
-def low_run_resumed(folder: Path) -> dict[str, Tensor]:
-    return low_run(folder, range(2, 4), starts=False)

@@ -66,10 +66,13 @@ def x() -> torch.Tensor:
     return torch.ones(2, WIDTH)
 
 
-def step(model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], object]) -> None:
-    optimizer.zero_grad()
-    backward(model(x()))
-    optimizer.step()
+def train(
+    model: nn.Module, optimizer: Any, backward: Callable[[torch.Tensor], object], num_steps: int = 2
+) -> None:
+    for _ in range(num_steps):
+        optimizer.zero_grad()
+        backward(model(x()))
+        optimizer.step()
 
 
 def boosted(plugin: Plugin, num_steps: int, end: str = "step") -> Held:
@@ -81,8 +84,7 @@ def boosted(plugin: Plugin, num_steps: int, end: str = "step") -> Held:
     def backward(loss: torch.Tensor) -> None:
         booster.backward(loss, optimizer)
 
-    for _ in range(num_steps):
-        step(model, optimizer, backward)
+    train(model, optimizer, backward, num_steps)
     if end == "evaluation":
         with torch.no_grad():
             model(x())
@@ -101,18 +103,15 @@ def boosted(plugin: Plugin, num_steps: int, end: str = "step") -> Held:
 def in_buckets() -> Held:
     """Train with the method of pipelines."""
     raw = build()
-    applied = Bucketed().apply(
-        raw,
-        blocks=[],
-        replicas=gpc.mesh.axis("dp"),
-        arriving=ArrivingParams(raw, Casts(), torch.device("cpu")),
-    )
+    arriving = ArrivingParams(raw, Casts(), torch.device("cpu"))
+    applied = Bucketed().apply(raw, blocks=[], replicas=gpc.mesh.axis("dp"), arriving=arriving)
     optimizer = torch.optim.AdamW(raw.parameters())
-    for _ in range(2):
-        optimizer.zero_grad()
-        applied.module(x()).backward()
+
+    def backward(loss: torch.Tensor) -> None:
+        loss.backward()
         applied.finish()
-        optimizer.step()
+
+    train(applied.module, optimizer, backward)
     return [raw, applied, optimizer]
 
 
@@ -120,8 +119,7 @@ def in_engine(config: dict[str, Any]) -> Held:
     raw = build()
     gpc.load_config(config)
     engine, *_ = colossalai.initialize(raw, torch.optim.AdamW(raw.parameters()), nn.Identity())
-    for _ in range(2):
-        step(engine, engine, engine.backward)
+    train(engine, engine, engine.backward)
     return [raw, engine, engine.model, engine.optimizer]
 
 
@@ -130,8 +128,7 @@ def by_wrappers(stage: int) -> Held:
     gemini = {"gemini_config": {"precision": "bf16", **CHUNKS}} if stage == 3 else {}
     model = zero_model_wrapper(raw, zero_stage=stage, **gemini)
     optimizer = zero_optim_wrapper(model, torch.optim.AdamW(raw.parameters()))
-    for _ in range(2):
-        step(model, optimizer, optimizer.backward)
+    train(model, optimizer, optimizer.backward)
     return [raw, model, optimizer]
 
 
@@ -139,8 +136,7 @@ def by_gemini_ddp() -> Held:
     raw = build()
     model = GeminiDDP(raw, device="cpu", precision="fp32", **CHUNKS)
     optimizer = GeminiAdamOptimizer(model, lr=1e-3)
-    for _ in range(2):
-        step(model, optimizer, optimizer.backward)
+    train(model, optimizer, optimizer.backward)
     return [raw, model, optimizer]
 
 
@@ -187,10 +183,10 @@ def files_in(folder: str) -> list[str]:
     return [place for place in (*opened, *mapped) if folder in place]
 
 
-def what_is_left(train: Train, folder: str) -> list[str]:
+def what_is_left(make: Train, folder: str) -> list[str]:
     """Train, drop everything, and return what there is still."""
     before = float_tensors()
-    held = train()
+    held = make()
     seen = [(type(thing).__name__, weakref.ref(thing)) for thing in held]
     seen += [("storage", weakref.ref(param.untyped_storage())) for param in held[0].parameters()]
     del held
@@ -205,7 +201,7 @@ def what_is_left(train: Train, folder: str) -> list[str]:
 
 def drop_all(folder: str) -> dict[str, list[str]]:
     colossalai.launch_from_torch({}, verbose=False)
-    found = {name: what_is_left(train, folder) for name, train in cases(folder).items()}
+    found = {name: what_is_left(make, folder) for name, make in cases(folder).items()}
     gpc.destroy()
     return found
 

@@ -9,28 +9,21 @@ import torch
 from torch import Tensor, nn
 
 from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
+from tests.shardformer.models import bert, language_loss, vit
 from tests.tiers import further
 from tests.zero.test_training import by_stage
 
 pytestmark = pytest.mark.dist
 
 VOCAB, LENGTH, BATCH = 16, 6, 4
-SMALL = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-
-
-def bert() -> nn.Module:
-    from transformers import BertConfig, BertForMaskedLM
-
-    return BertForMaskedLM(BertConfig(intermediate_size=16, **SMALL, **NO_DROPOUT))
 
 
 def albert() -> nn.Module:
     from transformers import AlbertConfig, AlbertForSequenceClassification
 
-    config = AlbertConfig(
-        intermediate_size=16, embedding_size=4, classifier_dropout_prob=0.0, **SMALL, **NO_DROPOUT
-    )
+    sizes = {"vocab_size": VOCAB, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+    rates = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout_prob")
+    config = AlbertConfig(intermediate_size=16, embedding_size=4, **sizes, **dict.fromkeys(rates, 0.0))
     return AlbertForSequenceClassification(config)
 
 
@@ -42,15 +35,6 @@ def gpt2_double_heads() -> nn.Module:
         GPT2Config(
             vocab_size=VOCAB, n_positions=LENGTH, n_embd=8, n_layer=2, n_head=2, num_labels=1, **dropout
         )
-    )
-
-
-def vit() -> nn.Module:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = {key: value for key, value in SMALL.items() if key != "vocab_size"}
-    return ViTForImageClassification(
-        ViTConfig(image_size=8, patch_size=4, intermediate_size=16, num_labels=3, **config, **NO_DROPOUT)
     )
 
 
@@ -73,8 +57,8 @@ def batches() -> list[Batch]:
     return found
 
 
-def masked_loss(model: nn.Module, batch: Batch) -> Tensor:
-    return model(input_ids=batch[0], labels=batch[0]).loss
+def token_loss(model: nn.Module, batch: Batch) -> Tensor:
+    return language_loss(model(batch[0]), batch[0])
 
 
 def label_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -87,12 +71,6 @@ def double_loss(model: nn.Module, batch: Batch) -> Tensor:
     output = model(input_ids=ids[:, None], labels=ids[:, None])
     extra = output.mc_logits.square().mean() if is_odd[0] else 0.0
     return output.loss + extra
-
-
-def image_loss(model: nn.Module, batch: Batch) -> Tensor:
-    ids, _ = batch
-    images = torch.sin(torch.arange(3 * 64, dtype=torch.float64) * (1 + ids[:, :1])).view(-1, 3, 8, 8)
-    return model(pixel_values=images, labels=ids[:, 0] % 3).loss
 
 
 def hidden_loss(model: nn.Module, batch: Batch) -> Tensor:
@@ -114,10 +92,10 @@ def run_of(
 
 
 ROWS = [
-    further(run_of(bert, masked_loss, 1, recompute=True)),
+    further(run_of(bert, token_loss, 1, recompute=True)),
     run_of(albert, label_loss, 2),
     further(run_of(gpt2_double_heads, double_loss, 2)),
-    further(run_of(vit, image_loss, 1)),
+    further(run_of(vit, token_loss, 1)),
 ]
 OF_PEFT = [run_of(adapters, hidden_loss, 1), further(run_of(adapters, hidden_loss, 2))]
 

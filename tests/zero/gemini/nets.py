@@ -2,16 +2,23 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import colossalai
 from colossalai.amp import Casts, Masters
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import ArrivingParams
+from colossalai.nn.parallel import ArrivingParams, DataMethod, Replicated
+from colossalai.runtime import Plan
+from colossalai.runtime._assemble import assemble_with_optimizers
+from colossalai.zero import ZeroReplicas
 from colossalai.zero.gemini import ChunkSizes, Gemini
 
 CHECKPOINTING = ("once", "nested", "reentrant", "none")
@@ -124,6 +131,60 @@ def trained(net: nn.Module, applied: Any, make: Callable[..., torch.optim.Optimi
         return loss * len(batches)
 
     return step
+
+
+METHODS: dict[str, DataMethod] = {
+    "plain": Replicated(),
+    "zero2": ZeroReplicas(stage=2, bucket_cap_mb=0.001),
+    "chunks": Gemini(sizes=ChunkSizes(150, 0, 1)),
+    "small chunks": Gemini(sizes=ChunkSizes(37, 0, 1)),
+    # Budgets of the ranks together.
+    "chunks on disk": Gemini(sizes=ChunkSizes(150, 0, 1), placement_policy="nvme", memory_budget=100_000),
+    "on disk": Gemini(sizes=ChunkSizes(60, 0, 1), placement_policy="nvme", memory_budget=80_000),
+}
+
+
+class Assembled:
+    """A net with optimizers under a data method, in a job that is launched for it.
+
+    Args:
+        build: Makes the net.
+        make_optimizers: Makes the optimizers of the net.
+        method: One of `METHODS`.
+        folder: Where chunks on disk are.
+        seed: Seed of the net.
+        plan: Fields of the plan; without a precision the net is in float64.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        make_optimizers: Callable[[Any], list[torch.optim.Optimizer]],
+        method: str,
+        *,
+        folder: Path | str | None = None,
+        seed: int = 0,
+        **plan: Any,
+    ) -> None:
+        colossalai.launch_from_torch({}, verbose=False)
+        torch.manual_seed(seed)
+        self.raw: Any = build() if "precision" in plan else build().double()
+        data: Any = METHODS[method]
+        if isinstance(data, Gemini) and data.memory_budget is not None:
+            budget = data.memory_budget // dist.get_world_size()
+            data = replace(data, memory_budget=budget, offload_dir=folder)
+        self.model, self.optimizers = assemble_with_optimizers(
+            Plan(data=data, **plan),
+            self.raw,
+            make_optimizers(self.raw),
+            mesh=gpc.mesh,
+            device=torch.device("cpu"),
+        )
+        self.cache: Any = getattr(self.model.data, "cache", None)
+
+    def values(self) -> dict[str, torch.Tensor]:
+        """Return the whole values, in memory of their own; collective."""
+        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
 
 def far(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:

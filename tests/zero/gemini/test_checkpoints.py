@@ -3,7 +3,6 @@
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import colossalai
-from colossalai.amp import OptimizerWrapper, PureBF16
+from colossalai.amp import PureBF16
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.checkpoint_io import (
@@ -30,14 +29,12 @@ from colossalai.checkpoint_io import (
     save_training_state,
 )
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import DataMethod, FullySharded, Replicated
+from colossalai.nn.parallel import FullySharded, Replicated
 from colossalai.runtime import ModelWrapper, Plan, assemble
-from colossalai.zero import ZeroReplicas
-from colossalai.zero.gemini import ChunkSizes, Gemini
 from colossalai.zero.gemini.planning import Home
 from tests.ranks import run_ranks
 from tests.tiers import further
-from tests.zero.gemini.nets import Block, far
+from tests.zero.gemini.nets import Assembled, Block, far
 
 pytestmark = pytest.mark.dist
 
@@ -74,40 +71,16 @@ class Net(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1), ids.flatten()) + self.empty.sum()
 
 
-METHODS: dict[str, DataMethod] = {
-    "plain": Replicated(),
-    "zero2": ZeroReplicas(stage=2, bucket_cap_mb=0.001),
-    "chunks": Gemini(sizes=ChunkSizes(150, 0, 1)),
-    "small chunks": Gemini(sizes=ChunkSizes(37, 0, 1)),
-    "chunks on disk": Gemini(
-        sizes=ChunkSizes(150, 0, 1),
-        placement_policy="nvme",
-        memory_budget=100_000,  # of the ranks together; see `Run`
-        offload_dir=tempfile.gettempdir(),
-    ),
-}
+def adamw(net: nn.Module) -> list[torch.optim.Optimizer]:
+    return [torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.01)]
 
 
-class Run:
+class Run(Assembled):
     """A training run of ranks that are launched."""
 
-    def __init__(self, method: str, *, seed: int = 0, **plan: Any) -> None:
-        colossalai.launch_from_torch({}, verbose=False)
-        torch.manual_seed(seed)
-        net = Net().double() if "precision" not in plan else Net()
-        optimizer = torch.optim.AdamW((p for p in net.parameters() if p.requires_grad), lr=0.01)
-        data = METHODS[method]
-        if isinstance(data, Gemini) and data.memory_budget is not None:
-            data = replace(data, memory_budget=data.memory_budget // dist.get_world_size())
-        made = assemble(Plan(data=data, **plan), net, optimizer, mesh=gpc.mesh, device=torch.device("cpu"))
-        self.model: ModelWrapper = made[0]
-        assert made[1] is not None
-        self.optimizer: OptimizerWrapper = made[1]
-        self.raw = self.model.unwrap()
-
-    @property
-    def cache(self) -> Any:
-        return self.model.data.cache
+    def __init__(self, method: str, **options: Any) -> None:
+        super().__init__(Net, adamw, method, folder=tempfile.gettempdir(), **options)
+        (self.optimizer,) = self.optimizers
 
     @property
     def state(self) -> TrainingState:
@@ -119,10 +92,6 @@ class Run:
             self.optimizer.zero_grad()
             self.optimizer.backward(self.model(drawn.chunk(dist.get_world_size())[dist.get_rank()]))
             self.optimizer.step()
-
-    def values(self) -> dict[str, torch.Tensor]:
-        """Return the whole values, in memory of their own; collective."""
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
 
     def save(self, folder: Path, name: str) -> None:
         """Save in the format of a name."""

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import colossalai
-from colossalai.amp import FullPrecision, NaiveFP16, OptimizerWrapper, Precision, PureBF16
+from colossalai.amp import NaiveFP16, OptimizerWrapper, PureBF16
 from colossalai.booster import Booster
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.checkpoint_io import (
@@ -23,18 +23,14 @@ from colossalai.checkpoint_io import (
 )
 from colossalai.core import global_context as gpc
 from colossalai.nn.optimizer import FusedLAMB, HybridAdam, Lamb, Lars
-from colossalai.nn.parallel import DataMethod, Replicated
-from colossalai.runtime import Plan
-from colossalai.runtime._assemble import assemble_with_optimizers
-from colossalai.zero import GeminiAdamOptimizer, GeminiDDP, ZeroOptimizer, ZeroReplicas
-from colossalai.zero.gemini import ChunkSizes, Gemini
+from colossalai.zero import GeminiAdamOptimizer, GeminiDDP, ZeroOptimizer
 from tests.parity.table import stages
 from tests.parity.tasks import DEEP_NET
 from tests.parity.training import check_runs
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
 from tests.turns import run_each
-from tests.zero.gemini.nets import Block, far
+from tests.zero.gemini.nets import Assembled, Block, far
 from tests.zero.gemini.table import GPT, SMALL, by_config, in_chunks
 
 pytestmark = pytest.mark.dist
@@ -89,24 +85,23 @@ def whole_parameters(
     assert len({tuple(each) for each in in_memory.values()}) == len(names)
 
 
+SOME = ("lamb", "lars", "by row")  # Adafactor is compared by its checkpoints below
+OF_TWO = {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}
+
+
 @pytest.mark.parametrize(
-    ("num_ranks", "accumulation", "options"),
+    ("names", "num_ranks", "accumulation", "options"),
     [
-        further(1, 2, {"min_chunk_size_mb": 0.002, "memory_budget": 280_000}),
-        further(2, 2, {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}),
-        further(4, 1, {"min_chunk_size_mb": 0.001, "memory_budget": 150_000}),
+        (SOME, 2, 2, OF_TWO),
+        further(WHOLE, 1, 2, {"min_chunk_size_mb": 0.002, "memory_budget": 280_000}),
+        further(WHOLE, 2, 2, OF_TWO),
+        further(WHOLE, 4, 1, {"min_chunk_size_mb": 0.001, "memory_budget": 150_000}),
     ],
 )
 def test_optimizers_that_are_not_elementwise_are_one_process(
-    num_ranks: int, accumulation: int, options: dict[str, Any], tmp_path: Path
+    names: Iterable[str], num_ranks: int, accumulation: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
-    whole_parameters(WHOLE, num_ranks, accumulation, tmp_path, **options)
-
-
-def test_some_of_them_are_one_process(tmp_path: Path) -> None:
-    """Adafactor is compared by its checkpoints below."""
-    options = {"min_chunk_size_mb": 0.002, "recompute": True, "memory_budget": 170_000}
-    whole_parameters(("lamb", "lars", "by row"), 2, 2, tmp_path, **options)
+    whole_parameters(names, num_ranks, accumulation, tmp_path, **options)
 
 
 class Net(nn.Module):
@@ -140,39 +135,13 @@ def several(net: Net) -> list[torch.optim.Optimizer]:
     ]  # and some that nobody has
 
 
-METHODS: dict[str, DataMethod] = {
-    "plain": Replicated(),
-    "zero2": ZeroReplicas(stage=2, bucket_cap_mb=0.001),
-    "chunks": Gemini(sizes=ChunkSizes(150, 0, 1)),
-    "small chunks": Gemini(sizes=ChunkSizes(37, 0, 1)),
-    "on disk": Gemini(sizes=ChunkSizes(60, 0, 1), placement_policy="nvme", memory_budget=40_000),
-}
-
-
-class Run:
+class Run(Assembled):
     """A training run of ranks that are launched."""
 
     def __init__(
-        self,
-        method: str,
-        make: Callable[[Any], list[torch.optim.Optimizer]] = several,
-        *,
-        folder: Path | None = None,
-        seed: int = 0,
-        precision: Precision = FullPrecision(),  # noqa: B008 - frozen
-        max_norm: float = 0.0,
+        self, method: str, make: Callable[[Any], list[torch.optim.Optimizer]] = several, **options: Any
     ) -> None:
-        colossalai.launch_from_torch({}, verbose=False)
-        torch.manual_seed(seed)
-        net = Net().double() if isinstance(precision, FullPrecision) else Net()
-        data = METHODS[method]
-        if method == "on disk":
-            data = replace(data, offload_dir=folder)  # type: ignore[type-var]
-        plan = Plan(data=data, precision=precision, clip_grad_norm=max_norm)
-        made = assemble_with_optimizers(plan, net, make(net), mesh=gpc.mesh, device=CPU)
-        self.model, self.optimizers = made
-        self.raw = net
-        self.cache: Any = getattr(self.model.data, "cache", None)
+        super().__init__(Net, make, method, **options)
 
     def backward(self, step: int, optimizer: OptimizerWrapper, part: int = 0) -> None:
         drawn = torch.randn(8, 3, generator=torch.Generator().manual_seed(10 * step + part))
@@ -187,15 +156,12 @@ class Run:
                 optimizer.step()
                 optimizer.zero_grad()
 
-    def values(self) -> dict[str, Tensor]:
-        return {name: value.clone() for name, value in self.model.state_dict().items()}
-
 
 def several_of_one_model(folder: Path, methods: list[str]) -> list[tuple[dict[str, Tensor], ...]]:
     """Train with each method; then skip steps, write into parameters, and drop the gradients of one alone."""
     found = []
     for method in methods:
-        run = Run(method, folder=folder, max_norm=0.3)
+        run = Run(method, folder=folder, clip_grad_norm=0.3)
         run.train(range(4))
         values = run.values()
         first, second, third = run.optimizers

@@ -186,27 +186,21 @@ def gpt2(num_layers: int, hidden: int, heads: int) -> nn.Module:
     return GPT2LMHeadModel(GPT2Config(n_layer=num_layers, n_embd=hidden, n_head=heads))
 
 
-def bert(num_layers: int, hidden: int, heads: int) -> nn.Module:
-    return BertForMaskedLM(
-        BertConfig(
+def sized(model_class: Any, config_class: Any, **options: Any) -> Callable[[int, int, int], nn.Module]:
+    """Return what makes a model of transformers of some layers, hidden size and heads."""
+    return lambda num_layers, hidden, heads: model_class(
+        config_class(
             num_hidden_layers=num_layers,
             hidden_size=hidden,
             num_attention_heads=heads,
             intermediate_size=4 * hidden,
+            **options,
         )
     )
 
 
-def vit(num_layers: int, hidden: int, heads: int) -> nn.Module:
-    return ViTForImageClassification(
-        ViTConfig(
-            num_hidden_layers=num_layers,
-            hidden_size=hidden,
-            num_attention_heads=heads,
-            intermediate_size=4 * hidden,
-            num_labels=1000,
-        )
-    )
+bert = sized(BertForMaskedLM, BertConfig)
+vit = sized(ViTForImageClassification, ViTConfig, num_labels=1000)
 
 
 def resnet(depths: list[int], kind: str) -> nn.Module:
