@@ -14,7 +14,7 @@ from colossalai.zero._windows import step_in_windows
 from colossalai.zero.gemini.planning import Home
 from tests.parity.training import Task, train
 from tests.ranks import run_ranks
-from tests.zero.gemini.table import in_chunks
+from tests.zero.gemini.test_parity import in_chunks
 
 
 class Counting(torch.optim.Optimizer):

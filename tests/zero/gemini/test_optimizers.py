@@ -31,7 +31,7 @@ from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
 from tests.turns import run_each
 from tests.zero.gemini.nets import Assembled, Block, far
-from tests.zero.gemini.table import GPT, SMALL, by_config, in_chunks
+from tests.zero.gemini.test_parity import GPT, SMALL, by_config, in_chunks
 
 pytestmark = pytest.mark.dist
 

@@ -27,7 +27,7 @@ from tests.parity.training import Task, train
 from tests.ranks import run_ranks
 from tests.tiers import further
 from tests.zero.gemini.nets import Block
-from tests.zero.gemini.table import BERT, GPT, GPT2, in_chunks
+from tests.zero.gemini.test_parity import BERT, GPT, GPT2, in_chunks
 
 CPU = torch.device("cpu")
 MIB = 2**20

@@ -14,20 +14,19 @@ from torch import nn
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 import colossalai
-from colossalai.amp import Casts
 from colossalai.booster.plugin import GeminiPlugin
 from colossalai.context import ConfigException
 from colossalai.core import global_context as gpc
-from colossalai.nn.parallel import ArrivingParams, GeminiDDP
-from colossalai.zero.gemini import ChunkSizes, Gemini
+from colossalai.nn.parallel import GeminiDDP
+from colossalai.zero.gemini import Gemini
 from tests.parity.tasks import language
 from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
 from tests.ranks import run_ranks
 from tests.shardformer.models import planned
 from tests.tiers import further
 from tests.zero.gemini.experts import GUISES, Mixture, Routing, batches
-from tests.zero.gemini.nets import trained
-from tests.zero.gemini.test_parity import SMALL
+from tests.zero.gemini.nets import put, trained
+from tests.zero.gemini.test_parity import SMALL, in_chunks
 
 pytestmark = pytest.mark.dist
 
@@ -37,12 +36,6 @@ OPTIONS = {
     "whole_modules": [Mixture, "layers.0"],  # one in another
     "recompute": [f"layers.{len(GUISES)}", f"layers.{len(GUISES) + 1}.mixture"],
 }
-
-
-def by_gemini(task: Task, num_ranks: int, accumulation: int, max_norm: float, **options: Any) -> Run:
-    """Return a run through the plugin door."""
-    plugin = partial(GeminiPlugin, **{**SMALL, **options}, max_norm=max_norm)
-    return Run(task=task, num_ranks=num_ranks, plugin=plugin, accumulation=accumulation, max_norm=max_norm)
 
 
 def batches_of_ranks() -> list[Batch]:
@@ -66,12 +59,12 @@ def by_class(num_ranks: int, accumulation: int, **options: Any) -> Run:
     optimizer = partial(torch.optim.AdamW, lr=0.01, eps=1e-4)
     task = replace(language(mixtral), optimizer=optimizer, context=nullcontext)
     options = {"whole_modules": [MixtralSparseMoeBlock], "min_chunk_size_mb": 0.001, **options}
-    return by_gemini(task, num_ranks, accumulation, 0.1, **options)
+    return in_chunks(task, num_ranks, accumulation, 0.1, **options)
 
 
 RUNS = [
-    by_gemini(ROUTING, 2, 2, 1.0, **OPTIONS),
-    further(by_gemini(ROUTING, 4, 1, 1.0, **OPTIONS)),
+    in_chunks(ROUTING, 2, 2, 1.0, **OPTIONS),
+    further(in_chunks(ROUTING, 4, 1, 1.0, **OPTIONS)),
     further(by_class(2, 2, recompute=True)),
     further(by_class(4, 1)),
 ]
@@ -82,15 +75,6 @@ def test_experts_chosen_by_data_are_one_process(num_ranks: int, runs: list[Any])
     check_runs(num_ranks, runs)
 
 
-def put(net: nn.Module, *choices: Any) -> Any:
-    replicas = gpc.mesh.axis(gpc.mesh.batch_axes)
-    method = Gemini(sizes=ChunkSizes(40, 0, 1), whole_modules=choices)
-    method.check(net, [], blocks=[], replicas=replicas)
-    return method.apply(
-        net, blocks=[], replicas=replicas, arriving=ArrivingParams(net, Casts(), torch.device("cpu"))
-    )
-
-
 def mechanics() -> dict[str, Any]:
     """Train, evaluate, fail and copy a net with experts in chunks; return what was seen on the way."""
     colossalai.launch_from_torch({}, verbose=False)
@@ -98,7 +82,7 @@ def mechanics() -> dict[str, Any]:
     torch.manual_seed(0)
     net = Routing("plain", "dict").double()
     twin = copy.deepcopy(net)
-    applied = put(net, Mixture)
+    applied = put(net, 40, whole_modules=(Mixture,))
     cache, seen = applied.cache, {}
     x, y = batches(num_ranks, 1)[0]
     x, y = x[4 * rank : 4 * rank + 4].double(), y[4 * rank : 4 * rank + 4]
