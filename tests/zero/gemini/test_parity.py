@@ -9,8 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.booster.plugin import GeminiPlugin
-from colossalai.testing import ParityCase, Subject
-from tests.parity import training
 from tests.parity.tasks import NET, zoo
 from tests.parity.training import Batch, Run, Task, check_runs, grouped_runs
 from tests.tiers import further
@@ -117,21 +115,3 @@ def test_chunks_are_one_process(num_ranks: int, runs: list[Any]) -> None:
 def test_models_of_transformers_in_chunks_are_one_process(num_ranks: int, runs: list[Any]) -> None:
     pytest.importorskip("transformers")
     check_runs(num_ranks, runs)
-
-
-subject_of = partial(training.subject_of, None)
-
-
-def through_booster(
-    case: ParityCase, options: dict[str, Any], accumulation: int, model: nn.Module
-) -> Subject:
-    """Train a case of other rooms in chunks, at the plugin door."""
-    task = Task(
-        build=case.build_model,
-        batches=lambda: case.batches,
-        criterion=None,
-        loss=case.compute_loss,
-        optimizer=case.build_optimizer,
-    )
-    run = in_chunks(task, 1, accumulation, case.max_norm, **options)
-    return training.through_booster(run, run.plugin(), model)
