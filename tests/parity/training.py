@@ -271,9 +271,8 @@ def subject_of(run: Run | None, model: Any, optimizer: Any, step: Callable[[Batc
         return {name: whole(param, param.grad) for name, param in params.items() if param.grad is not None}
 
     def parameters() -> dict[str, Tensor]:
-        has_dtensors = any(
-            isinstance(param, DTensor) for param in params.values()
-        )  # FSDP: `whole` gathers them
+        # Under FSDP `whole` gathers them one by one.
+        has_dtensors = any(isinstance(param, DTensor) for param in params.values())
         with nullcontext() if has_dtensors else model.gathered():
             return {name: whole(param, param) for name, param in params.items()}
 
