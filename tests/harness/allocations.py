@@ -57,7 +57,7 @@ class Allocations:
         assert not tracemalloc.is_tracing()
         for owner in (torch, torch.UntypedStorage):
             self._patches.enter_context(patch.object(owner, "from_file", self._noted(owner.from_file)))
-        gc.collect()
+        gc.collect(1)  # collections in the block come after the same allocations; one of all objects is slow
         self._profile.__enter__()
         if self._with_objects:
             tracemalloc.start()
