@@ -198,6 +198,7 @@ def buckets_in_sendable_memory() -> tuple[int, int]:
         model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
         patch.setattr(FlatBucket, "views", views)  # of gradients from here on, not of parameters
         booster.backward(model(torch.ones(2, WIDTH)).sum(), optimizer)
+        optimizer.step()  # waits for the sums, of which the other rank may have some to start
     gpc.destroy()
     return len(flats), len(flats & allocated)
 
