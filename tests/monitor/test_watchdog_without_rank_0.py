@@ -128,7 +128,7 @@ def loses_the_launcher(folder):
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         (folder / "part").write_text(str(store.port))
         (folder / "part").rename(folder / "port")
-        wait_for((folder / "begun").exists)
+        wait_for(lambda: len([*folder.glob("met-*")]) == 2)
         del store
         let_time_pass(folder)
         return None
@@ -137,7 +137,7 @@ def loses_the_launcher(folder):
     os.environ["WORLD_SIZE"] = "2"
     rank = launch(folder, waiting=(0,))
     meet()
-    (folder / "begun").touch()
+    (folder / f"met-{rank}").touch()
     if rank == 1:
         wait_for_report(folder)
     return all_reduce(torch.ones(1), TP).item()
