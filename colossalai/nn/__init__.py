@@ -77,6 +77,7 @@ from colossalai.nn.optimizer import FusedSGD as FusedSGD
 from colossalai.nn.optimizer import HybridAdam as HybridAdam
 from colossalai.nn.optimizer import Lamb as Lamb
 from colossalai.nn.optimizer import Lars as Lars
+from colossalai.nn.optimizer import RowWiseAdagrad as RowWiseAdagrad
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names

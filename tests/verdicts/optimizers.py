@@ -39,6 +39,11 @@ def muon(params: Iterable[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([param for param in params if param.dim() == 2], **DECAY)
 
 
+def row_wise(params: Iterable[nn.Parameter]) -> Optimizer:
+    """Return RowWiseAdagrad, which takes parameters of rows only."""
+    return own.RowWiseAdagrad([param for param in params if param.dim() > 1])
+
+
 def sparse(params: Iterable[nn.Parameter]) -> Optimizer:
     """Return SparseAdam of the first parameter, which is the table of `Words`."""
     return torch.optim.SparseAdam([next(iter(params))], lr=0.01)
@@ -67,6 +72,7 @@ OPTIMIZERS: dict[str, Build] = {
     "HybridAdam": partial(own.HybridAdam, **DECAY),
     "Lamb": partial(own.Lamb, **DECAY),
     "Lars": partial(own.Lars, lr=0.1, momentum=0.9, eeta=0.05, weight_decay=0.1),
+    "RowWiseAdagrad": row_wise,
     "transformers.Adafactor": lambda params: transformers.optimization.Adafactor(list(params)),
 }
 

@@ -15,6 +15,7 @@ from colossalai.nn.optimizer._hybrid_adam import CPUAdam as CPUAdam
 from colossalai.nn.optimizer._hybrid_adam import HybridAdam as HybridAdam
 from colossalai.nn.optimizer._lamb import Lamb as Lamb
 from colossalai.nn.optimizer._lars import Lars as Lars
+from colossalai.nn.optimizer._row_wise_adagrad import RowWiseAdagrad as RowWiseAdagrad
 
 if not TYPE_CHECKING:
     __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names

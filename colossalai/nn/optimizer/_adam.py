@@ -21,10 +21,9 @@ from colossalai.nn.optimizer._adam_kernel import (
     local,
     mixed_adam_step,
 )
-from colossalai.nn.optimizer._check import check_decay_rates, check_not_negative
 from colossalai.nn.optimizer._disk import DiskOffload, DiskOptions
 from colossalai.nn.optimizer._disk_layout import MASTER, DiskBlock, DiskPiece
-from colossalai.nn.optimizer._stepping import SteppingOptimizer
+from colossalai.nn.optimizer._stepping import SteppingOptimizer, check_decay_rates, check_not_negative
 
 # Further options in the groups of torch's Adam: with them a state dict loads into either.
 _FIXED = {

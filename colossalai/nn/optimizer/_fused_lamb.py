@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from colossalai.nn.optimizer._check import check_not_negative
 from colossalai.nn.optimizer._lamb import Lamb
-from colossalai.nn.optimizer._stepping import SetGradNone
+from colossalai.nn.optimizer._stepping import SetGradNone, check_not_negative
 from colossalai.nn.optimizer._whole_tensor import whole_norms
 from colossalai.registry import OPTIMIZERS
 

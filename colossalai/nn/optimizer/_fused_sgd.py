@@ -16,8 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from colossalai.nn.optimizer._adam_kernel import is_dense, laid_out_as, local
-from colossalai.nn.optimizer._check import check_not_negative
-from colossalai.nn.optimizer._stepping import SetGradNone, SteppingOptimizer
+from colossalai.nn.optimizer._stepping import SetGradNone, SteppingOptimizer, check_not_negative
 from colossalai.registry import OPTIMIZERS
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from colossalai.nn.optimizer._check import check_decay_rates, check_not_negative
-from colossalai.nn.optimizer._stepping import SteppingOptimizer
+from colossalai.nn.optimizer._stepping import SteppingOptimizer, check_decay_rates, check_not_negative
 from colossalai.nn.optimizer._whole_tensor import whole_norms
 from colossalai.registry import OPTIMIZERS
 

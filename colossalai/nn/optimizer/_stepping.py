@@ -1,4 +1,4 @@
-"""Common parts of the optimizers here: the step around an update, and the default of `zero_grad`."""
+"""Common parts of the optimizers here: checks of arguments, the step around an update, `zero_grad`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ class SteppingOptimizer(Optimizer, ABC):
             The result of `closure`, None without one.
 
         Raises:
-            ValueError: A gradient is sparse.
+            ValueError: A gradient is sparse, and the optimizer takes dense ones.
         """
         loss = None
         if closure is not None:
@@ -70,3 +70,27 @@ class SetGradNone(Optimizer):
             set_to_none: Whether to drop them and not write zeros; `set_grad_none` if not given.
         """
         super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
+
+
+def check_not_negative(**values: float) -> None:
+    """Refuse a negative value; each is given under its name.
+
+    Raises:
+        ValueError: A value is negative or not a number.
+    """
+    for name, value in values.items():
+        if not value >= 0:
+            raise ValueError(f"{name}={value!r} is out of range; give a number that is 0 or greater")
+
+
+def check_decay_rates(**values: float) -> None:
+    """Refuse a rate of a running average that is not in [0, 1); each is given under its name.
+
+    Raises:
+        ValueError: A rate is not in [0, 1).
+    """
+    for name, value in values.items():
+        if not 0 <= value < 1:
+            raise ValueError(
+                f"{name}={value!r} is out of range; give a number from 0 up to, not including, 1"
+            )
