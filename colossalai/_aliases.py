@@ -61,6 +61,8 @@ ALIASES: Mapping[str, str] = {
     "colossalai.nn.optimizer.hybrid_adam": "colossalai.nn.optimizer._hybrid_adam",
     "colossalai.nn.optimizer.zero_optimizer": "colossalai.compat._gemini_wrappers",
     "colossalai.nn.parallel.data_parallel": "colossalai.compat._gemini_wrappers",
+    "colossalai.nn.parallel.layers": "colossalai.nn.layer.cached_embedding",
+    "colossalai.nn.parallel.layers.cache_embedding": "colossalai.nn.layer.cached_embedding",
     "colossalai.pipeline.pipelinable": "colossalai.pipeline.stages._pipelinable",
     "colossalai.pipeline.utils": "colossalai.pipeline.stages._partition",
     "colossalai.tensor.colo_parameter": "colossalai.tensor.colo._tensor",

@@ -42,9 +42,13 @@ FEATURES: tuple[Feature, ...] = (
         names={"colossalai.nn.parallel": "ColoDDP", "colossalai.nn.parallel.data_parallel": "ColoDDP"},
     ),
     Feature(
-        title="The registry of modules for parameters that are cut",
-        instead="cut a parameter with param.set_tensor_spec(...), or take the layers of colossalai.nn",
-        modules=("colossalai.nn.parallel.layers",),
+        title="A table of embeddings that several ranks share",
+        instead="take CachedEmbeddingBag of colossalai.nn.layer.cached_embedding in one process",
+        names={
+            "colossalai.nn.layer.cached_embedding": "ParallelCachedEmbeddingBag "
+            "ParallelCachedEmbeddingBagTablewise ParallelCachedEmbeddingBagTablewiseSpiltCache "
+            "ParallelCachedEmbeddingBagTablewiseSplitCache TablewiseEmbeddingBagConfig"
+        },
     ),
     Feature(
         title="A memory tracer of its own",

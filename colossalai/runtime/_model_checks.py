@@ -11,7 +11,7 @@ from colossalai.pipeline import has_full_names
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.runtime.methods import refuse_compiled
-from colossalai.tensor import built_for, spec_of
+from colossalai.tensor import CACHED_ROWS_OF, built_for, spec_of
 
 
 def check_given(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> Layout:
@@ -19,10 +19,11 @@ def check_given(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], m
 
     Raises:
         ValueError: `model` or an optimizer has been assembled before or is of another type, two optimizers
-            share a parameter, the plan was made for another model, or the mesh or the layers of the model
-            belong to another plan.
+            share a parameter, a parameter is the cache of a table, the plan was made for another model, or
+            the mesh or the layers of the model belong to another plan.
     """
     _check_types(model, optimizers)
+    _refuse_cached_tables(model)
     layout = layout_of(plan, mesh)
     if plan.made_for is not None:
         refuse_other_model(plan.made_for, model, is_part=has_full_names(model))
@@ -138,3 +139,17 @@ def _check_types(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 "and clipped with the step of one, so give each optimizer parameters of its own"
             )
         held |= own
+
+
+def _refuse_cached_tables(model: nn.Module) -> None:
+    """Refuse parameters that are caches of tables.
+
+    Raises:
+        ValueError: `model` has one.
+    """
+    for name, param in model.named_parameters():
+        if CACHED_ROWS_OF in vars(param):
+            raise ValueError(
+                f"{name} is the cache of {getattr(param, CACHED_ROWS_OF)}, which no plan trains yet: train a "
+                "model with a cached embedding in a loop of your own, in one process"
+            )

@@ -1,5 +1,6 @@
 """Sharded tensors: specs, boxes, local slices, and norms and gradient synchronization derived from them."""
 
+from colossalai.tensor._attributes import CACHED_ROWS_OF as CACHED_ROWS_OF
 from colossalai.tensor._attributes import CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from colossalai.tensor._attributes import CHECKPOINT_TIED_NAMES as CHECKPOINT_TIED_NAMES
 from colossalai.tensor._attributes import CHUNK_PLACE as CHUNK_PLACE

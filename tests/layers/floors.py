@@ -83,6 +83,7 @@ FACADES = ("compat.utils", "testing")
 # Where the name of one vendor's devices has to be spelled, and why.
 VENDOR_FILES = {
     "_aliases.py": "colossalai.utils.cuda is a documented module",
+    "nn/layer/cached_embedding/_param_mgr.py": "cuda_row_num and cuda_cached_weight are documented names",
     "auto_parallel/_verify.py": "the memory that its products keep between calls has no other name in torch",
     "compat/_seed.py": "a documented keyword",
     "cluster/_doctor.py": "it reports the versions of that vendor's libraries",

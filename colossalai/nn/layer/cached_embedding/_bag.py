@@ -1,0 +1,141 @@
+"""`torch.nn.EmbeddingBag` with a cached table."""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding._table import CachedTable, CacheOptions
+
+_MODES = ("sum", "mean", "max")
+
+
+class CachedEmbeddingBag(CachedTable):
+    """`torch.nn.EmbeddingBag` with its table in host memory and a cache of rows on the compute device.
+
+    Weights and states of the optimizer move with their rows: after any number of steps the table has the
+    bits of that of `torch.nn.EmbeddingBag(sparse=True)`, with SGD, Adagrad, SparseAdam and RowWiseAdagrad.
+    Other optimizers, and weight decay or momentum, change every row of a table at each step and are refused
+    at their first step.
+
+    `state_dict()` is that of `torch.nn.EmbeddingBag`, and so are the states of the table in the optimizer's
+    `state_dict()`; both load with any `cache_ratio`, and into torch.
+
+    Args:
+        num_embeddings: Number of rows of the table.
+        embedding_dim: Width of a row.
+        padding_idx: Id that does not contribute to a bag and has no gradient.
+        max_norm: Refused; it would change rows in the forward.
+        norm_type: The p of `max_norm`; without effect.
+        scale_grad_by_freq: Whether a gradient is divided by how often its id is in the batch.
+        sparse: Whether gradients are sparse: without it a step takes time for all rows of the cache.
+        _weight: The table, used in place. Default: normal random values, those of torch.
+        mode: Reduction of the rows of a bag: "sum", "mean" or "max".
+        include_last_offset: Whether `offsets` ends with the number of ids.
+        dtype: Data type of the table.
+        device: Device of the cache.
+        cache_ratio: Share of the rows that the cache holds, above 0 and up to 1.
+        ids_freq_mapping: (num_embeddings,): how often each id is used. Default: the smaller, the more often.
+        warmup_ratio: Share of the cache that is filled with the most frequent rows at once.
+        buffer_size: Number of rows that are copied at a time; 0 for all at once.
+        pin_weight: Whether the table is in pinned memory. Default: where the cache is on an accelerator.
+        evict_strategy: Order in which rows are evicted.
+        name: Name of the table in error messages.
+
+    Raises:
+        ValueError: An argument is out of range, or `max_norm` is given.
+    """
+
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        cache_ratio: float = 0.01,
+        ids_freq_mapping: Tensor | Sequence[int] | None = None,
+        warmup_ratio: float = 0.7,
+        buffer_size: int = 0,
+        pin_weight: bool | None = None,
+        evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
+        *,
+        name: str = "",
+    ) -> None:
+        if mode not in _MODES:
+            raise ValueError(f"mode is {mode!r}; it must be one of {', '.join(map(repr, _MODES))}")
+        if sparse and (mode == "max" or scale_grad_by_freq):
+            option = "mode='max'" if mode == "max" else "scale_grad_by_freq"
+            raise ValueError(f"{option} has no sparse gradients in torch: use sparse=False")
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            sparse=sparse,
+            weight=_weight,
+            dtype=dtype,
+            device=device,
+            options=CacheOptions(
+                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy
+            ),
+            name=name,
+        )
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+        self.mode = mode
+        self.include_last_offset = include_last_offset
+
+    def forward(
+        self,
+        input: Tensor,
+        offsets: Tensor | None = None,
+        per_sample_weights: Tensor | None = None,
+        shape_hook: Callable[[Tensor], Tensor] | None = None,
+    ) -> Tensor:
+        """Reduce the rows of each bag.
+
+        Args:
+            input: Ids: (bags, ids), or (ids,) with `offsets`.
+            offsets: (bags,): where each bag begins.
+            per_sample_weights: A factor for each id, of the shape of `input`; for mode "sum".
+            shape_hook: Function of the output.
+
+        Returns:
+            (bags, embedding_dim).
+
+        Raises:
+            ValueError: An id is out of range.
+            RuntimeError: The batch has more distinct ids than the cache holds.
+        """
+        reduce = partial(
+            F.embedding_bag,
+            offsets=offsets,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            sparse=self.sparse,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=self._padding_slot,
+        )
+        output = self._look_up(input, reduce)
+        return output if shape_hook is None else shape_hook(output)
+
+    def extra_repr(self) -> str:
+        """Return the arguments in one line."""
+        return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+FreqAwareEmbeddingBag = CachedEmbeddingBag
+"""Older documented name of `CachedEmbeddingBag`."""

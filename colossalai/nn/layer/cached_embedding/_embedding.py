@@ -1,0 +1,100 @@
+"""`torch.nn.Embedding` with a cached table."""
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding._table import CachedTable, CacheOptions
+
+
+class CachedEmbedding(CachedTable):
+    """`torch.nn.Embedding` with its table in host memory and a cache of rows on the compute device.
+
+    Exact and stateful as `CachedEmbeddingBag` is.
+
+    Args:
+        num_embeddings: Number of rows of the table.
+        embedding_dim: Width of a row.
+        padding_idx: Id that has no gradient.
+        max_norm: Refused; it would change rows in the forward.
+        norm_type: The p of `max_norm`; without effect.
+        scale_grad_by_freq: Whether a gradient is divided by how often its id is in the batch.
+        sparse: Whether gradients are sparse: without it a step takes time for all rows of the cache.
+        _weight: The table, used in place. Default: normal random values, those of torch.
+        dtype: Data type of the table.
+        device: Device of the cache.
+        cache_ratio: Share of the rows that the cache holds, above 0 and up to 1.
+        ids_freq_mapping: (num_embeddings,): how often each id is used. Default: the smaller, the more often.
+        warmup_ratio: Share of the cache that is filled with the most frequent rows at once.
+        buffer_size: Number of rows that are copied at a time; 0 for all at once.
+        pin_weight: Whether the table is in pinned memory. Default: where the cache is on an accelerator.
+        evict_strategy: Order in which rows are evicted.
+        name: Name of the table in error messages.
+
+    Raises:
+        ValueError: An argument is out of range, or `max_norm` is given.
+    """
+
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        cache_ratio: float = 0.01,
+        ids_freq_mapping: Tensor | Sequence[int] | None = None,
+        warmup_ratio: float = 0.7,
+        buffer_size: int = 0,
+        pin_weight: bool | None = None,
+        evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
+        *,
+        name: str = "",
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            sparse=sparse,
+            weight=_weight,
+            dtype=dtype,
+            device=device,
+            options=CacheOptions(
+                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy
+            ),
+            name=name,
+        )
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of ids.
+
+        Args:
+            input: Ids of any shape.
+
+        Returns:
+            (*input.shape, embedding_dim).
+
+        Raises:
+            ValueError: An id is out of range.
+            RuntimeError: The batch has more distinct ids than the cache holds.
+        """
+        gather = partial(
+            F.embedding,
+            padding_idx=self._padding_slot,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+        return self._look_up(input, gather)

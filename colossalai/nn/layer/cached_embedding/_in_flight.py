@@ -1,0 +1,283 @@
+"""Batches in flight: lookups whose rows must keep their slots.
+
+[Note: pinned rows]
+Gradients name slots, so a row keeps its slot from the forward until the step that applies its gradient. A
+batch pins its rows when it is looked up with grad mode on. It releases them
+
+- in the step after its backward,
+- when its gradient was discarded (`zero_grad`) before a step, or
+- when its graph was freed without a backward.
+
+A hook of the output's node holds the batch and is called before its backward; a backward of a batch that has
+released its rows is an error. Several batches can be in flight: gradient accumulation, a table that is used
+twice in a model, recomputation.
+"""
+
+import weakref
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from colossalai.nn.layer.cached_embedding._slots import SlotMap
+from colossalai.nn.layer.cached_embedding._sparse_sums import SparseSums
+
+
+class _Batch:
+    """Slots of the rows of a lookup; held by its graph until its backward.
+
+    Args:
+        slots: The slots, with duplicates.
+    """
+
+    def __init__(self, slots: Tensor) -> None:
+        self.slots = slots
+        self.has_grad = False  # the gradient of the cache includes its own
+        self.is_released = False
+
+
+class _Running(NamedTuple):
+    """A batch whose backward is expected, and its slots, which are unpinned if its graph is freed."""
+
+    batch: "weakref.ref[_Batch]"
+    slots: Tensor
+
+
+class _Applied(NamedTuple):
+    """A gradient that a step has applied, its version, and the moves of rows until then."""
+
+    grad: "weakref.ref[Tensor]"
+    version: int
+    num_moves: int
+
+
+class InFlight:
+    """The batches of a cache from their lookup to their step.
+
+    See [Note: pinned rows].
+
+    Args:
+        slot_map: The map whose rows are pinned.
+        param: The cache.
+
+    Attributes:
+        param: The cache.
+        sums: Sums of its sparse gradients.
+    """
+
+    def __init__(self, slot_map: SlotMap, param: nn.Parameter) -> None:
+        self.sums = SparseSums(slot_map)
+        self._map = slot_map
+        self._changed: list[Tensor] = []  # slots whose rows a loop without an optimizer can have changed
+        self._prepared: list[_Batch] = []  # rows were read, the lookup is to come
+        self._running: list[_Running] = []  # looked up, the backward is to come
+        self._with_grad: list[_Batch] = []  # the step is to come
+        self._applied: _Applied | None = None  # the gradient of the last step
+        self._adds_to_applied = False  # in the backward in progress
+        self._is_unmoved = torch.zeros(slot_map.num_slots, dtype=torch.bool)  # released, with the same row
+        self._num_moves = 0  # of the map, when that was noted
+        self.param, self._is_watched = param, False
+        self._watch_param()
+
+    def set_param(self, param: nn.Parameter) -> None:
+        """Use another parameter as the cache."""
+        if param is not self.param:
+            self.param, self._is_watched = param, False
+        self._watch_param()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no batch needs its rows."""
+        self.release_discarded()
+        return not (self._prepared or self._running or self._with_grad)
+
+    def prepare(self, slots: Tensor) -> None:
+        """Pin the rows of a lookup to come."""
+        batch = _Batch(slots.flatten().long().cpu())
+        self._map.pin(batch.slots)
+        self._prepared.append(batch)
+
+    def check_prepared(self, slots: Tensor) -> Tensor:
+        """Return slots, which must be those of the first `prepare` without a lookup.
+
+        Raises:
+            RuntimeError: No `prepare` is left without its lookup.
+            ValueError: `slots` are those of another `prepare`.
+        """
+        if not self._prepared:
+            raise RuntimeError(
+                f"set_cache_op(False): {self._map.name} takes slots of cache_weight_mgr.prepare_ids(ids), "
+                "which has not been called for this forward"
+            )
+        if not torch.equal(slots.detach().flatten().long().cpu(), self._prepared[0].slots):
+            raise ValueError(
+                f"set_cache_op(False): {self._map.name} was not called with the slots of the first "
+                "cache_weight_mgr.prepare_ids(ids) that is left: call it in the same order"
+            )
+        return slots
+
+    def follow(self, output: Tensor, slots: Tensor, *, is_prepared: bool) -> None:
+        """Pin the rows of a lookup until its step, if it is differentiated.
+
+        Args:
+            output: The result of the lookup.
+            slots: The slots that it has read.
+            is_prepared: Whether `prepare` has pinned them.
+        """
+        if output.grad_fn is not None:
+            batch = _Batch(slots.detach().flatten().long().cpu())
+            self._map.pin(batch.slots)
+            self._running.append(_Running(weakref.ref(batch), batch.slots))
+            output.grad_fn.register_prehook(partial(self._begin_backward, batch))
+            self.sums.follow(output)
+            self._watch_param()
+        if is_prepared:
+            self._map.unpin(self._prepared.pop(0).slots)
+
+    def release_discarded(self) -> None:
+        """Release batches whose graph was freed, and those whose gradient was discarded."""
+        if torch._C._current_graph_task_id() == -1:  # no backward is in progress
+            self._expect_again()
+        for running in self._running:
+            if running.batch() is None:
+                self._unpin(running.slots)
+        self._running = [each for each in self._running if each.batch() is not None]
+        if self._with_grad and self._is_grad_empty():
+            for batch in self._with_grad:
+                if batch.has_grad:
+                    self._changed.append(batch.slots)
+                    self._release(batch)
+            self._with_grad = [each for each in self._with_grad if not each.is_released]
+
+    def take_changed(self) -> Tensor:
+        """Return the slots whose rows a loop without an optimizer can have changed, once."""
+        changed, self._changed = self._changed, []
+        return torch.cat(changed) if changed else torch.empty(0, dtype=torch.int64)
+
+    def has_grad(self) -> Tensor:
+        """Return for each slot whether a batch has a gradient for its row: (slots,)."""
+        mask = torch.zeros(self._map.num_slots, dtype=torch.bool)
+        for batch in self._with_grad:
+            mask[batch.slots] = True
+        return mask
+
+    def _expect_again(self) -> None:
+        """Expect the backward of batches whose gradient was not accumulated, as by `torch.autograd.grad`."""
+        idle = [each for each in self._with_grad if not each.has_grad]
+        self._with_grad = [each for each in self._with_grad if each.has_grad]
+        self._running += [_Running(weakref.ref(each), each.slots) for each in idle]
+        self._changed += [each.slots for each in idle]
+
+    def _is_grad_empty(self) -> bool:
+        """Return whether the gradient of the cache was discarded, or set to zero."""
+        grad = self.param.grad
+        if grad is None:
+            return True
+        return grad._nnz() == 0 if grad.is_sparse else not bool(grad.any())
+
+    def slots_with_grad(self) -> Tensor:
+        """Return the slots of the rows that have a gradient.
+
+        Raises:
+            RuntimeError: Rows have moved since the gradient was computed.
+        """
+        self._check_unapplied()
+        grad = self.param.grad
+        assert grad is not None
+        slots = (grad._indices()[0] if grad.is_sparse else (grad != 0).any(1).nonzero().flatten()).cpu()
+        mask = self.has_grad()
+        for running in self._running:
+            mask[running.slots] = True
+        if self._num_moves == self._map.num_moves:
+            mask |= self._is_unmoved
+        if self._map.num_moves and not bool(mask[slots].all()):
+            raise RuntimeError(
+                f"the gradient of {self._map.name} has rows of batches that were released, and others can be "
+                "in their slots now: let backward() accumulate gradients until the step"
+            )
+        return slots
+
+    def end_step(self) -> None:
+        """Release the batches whose gradients were applied."""
+        for batch in self._with_grad:
+            self._release(batch)
+        self._with_grad.clear()
+        self.sums.discard()
+        grad = self.param.grad
+        if grad is not None:
+            self._applied = _Applied(weakref.ref(grad), grad._version, self._map.num_moves)
+
+    def _release(self, batch: _Batch) -> None:
+        batch.is_released = True
+        self._unpin(batch.slots)
+
+    def _unpin(self, slots: Tensor) -> None:
+        """Unpin slots, and note that a gradient can name them until rows move."""
+        if self._num_moves != self._map.num_moves:
+            self._num_moves = self._map.num_moves
+            self._is_unmoved.fill_(False)
+        self._is_unmoved[slots] = True
+        self._map.unpin(slots)
+
+    def _begin_backward(self, batch: _Batch, grads: tuple[Tensor, ...]) -> None:
+        """Expect the gradient of a batch.
+
+        Raises:
+            RuntimeError: The rows of `batch` were released.
+        """
+        if batch.is_released:
+            raise RuntimeError(
+                f"rows of {self._map.name} for this backward were released by the step after an earlier "
+                "backward of the same graph: call every backward before step()"
+            )
+        self._adds_to_applied = self._is_applied()
+        if all(each is not batch for each in self._with_grad):
+            self._with_grad.append(batch)
+            self._running = [each for each in self._running if each.batch() is not batch]
+
+    def _is_applied(self) -> bool:
+        """Return whether the gradient was applied by a step, and rows have moved since."""
+        grad = self.param.grad
+        if self._applied is None or grad is None:
+            return False
+        applied = self._applied
+        has_moved = applied.num_moves != self._map.num_moves
+        return has_moved and applied.grad() is grad and grad._version == applied.version
+
+    def _check_unapplied(self, *, adds_to_applied: bool = False) -> None:
+        """Check that the gradient of the last step was discarded.
+
+        Raises:
+            RuntimeError: The gradient of the last step is still there.
+        """
+        if adds_to_applied or self._is_applied():
+            raise RuntimeError(
+                f"{self._map.name} still has the gradient of the last step, whose rows may have left the "
+                "cache: call zero_grad() between step() and the next backward"
+            )
+
+    def _watch_param(self) -> None:
+        """Register hooks around the accumulation of its gradient, before others do."""
+        if self._is_watched or not self.param.requires_grad:
+            return
+        self._is_watched, reference = True, weakref.ref(self)
+        self.param.register_hook(partial(_before_accumulation, reference))
+        self.param.register_post_accumulate_grad_hook(partial(_after_accumulation, reference))
+
+
+def _before_accumulation(reference: "weakref.ref[InFlight]", grad: Tensor) -> None:
+    """See `SparseSums`."""
+    in_flight = reference()
+    if in_flight is not None and grad.is_sparse:
+        in_flight.sums.before_accumulation(in_flight.param)
+
+
+def _after_accumulation(reference: "weakref.ref[InFlight]", param: Tensor) -> None:
+    """Note that the gradient of the cache has those of all batches after their backward."""
+    in_flight = reference()
+    if in_flight is not None and param is in_flight.param:
+        in_flight._check_unapplied(adds_to_applied=in_flight._adds_to_applied)
+        in_flight.sums.after_accumulation(in_flight.param)
+        for batch in in_flight._with_grad:
+            batch.has_grad = True

@@ -1,0 +1,286 @@
+"""States of optimizers for the rows of a table, of which an optimizer holds those in the cache.
+
+[Note: states of rows]
+An optimizer is given the cache, a parameter (slots, dim), and makes states of its shape. A state belongs to
+the row that is in its slot: it leaves and returns with the row. `RowStates` has the states of all rows in
+tables of the host, and torch's hooks of `step`, `state_dict` and `load_state_dict`:
+
+- before a step the optimizer is checked, rows with a gradient are marked as changed, and a sparse gradient is
+  coalesced, except for SGD, which does not do so itself ([Note: order of sums]).
+- after it, new states get their tables, and rows of the batches that the step was for can be evicted.
+- `optimizer.state_dict()` has the states of all rows in the order of ids, those of `torch.nn.EmbeddingBag`.
+
+An optimizer finds the table at its first step: the hooks of `step` are torch's for all optimizers of the
+process, and are removed with the table.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from colossalai.nn.layer.cached_embedding._in_flight import InFlight
+from colossalai.nn.optimizer import RowWiseAdagrad
+
+_ROW_WISE = (SGD, Adagrad, SparseAdam, RowWiseAdagrad)
+_WHOLE_TABLE_OPTIONS = ("weight_decay", "momentum")
+
+States = dict[str, Tensor]
+
+
+class CachedRows(Protocol):
+    """The parts of a cache that its states need."""
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The cache, (slots, dim)."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows of the table."""
+
+    @property
+    def in_flight(self) -> InFlight:
+        """Its batches in flight."""
+
+    @property
+    def row_of(self) -> Tensor:
+        """Id of the row in each slot, -1 in an empty one."""
+
+    def is_table(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is the table."""
+
+    def check_table_grad(self) -> None:
+        """Check that the table has no gradient."""
+
+    def begin_step(self) -> Tensor:
+        """Mark the rows with a gradient as changed, and return their slots."""
+
+    def end_step(self) -> None:
+        """Release the batches whose gradients were applied."""
+
+
+class RowStates:
+    """Tables of the states of optimizers, (rows, ...) each.
+
+    See [Note: states of rows].
+
+    Args:
+        cache: The cache; the states hold a weak reference to it.
+        name: Name of the table in error messages.
+    """
+
+    def __init__(self, cache: CachedRows, name: str) -> None:
+        self._cache = weakref.ref(cache)
+        self._name = name
+        self._tables: weakref.WeakKeyDictionary[Optimizer, States] = weakref.WeakKeyDictionary()
+        self._touched: Tensor | None = None  # the slots with a gradient in the current step
+        for register, hook in (
+            (register_optimizer_step_pre_hook, RowStates._before_step),
+            (register_optimizer_step_post_hook, RowStates._after_step),
+        ):
+            weakref.finalize(self, register(_weakly(self, hook)).remove).atexit = False
+
+    def write_back(self, slots: Tensor, rows: Tensor) -> None:
+        """Write the states in slots to their rows of the tables."""
+        for cached, table in self._pairs():
+            table.index_copy_(0, rows, cached.index_select(0, slots.to(cached.device)).to(table.device))
+
+    def read(self, slots: Tensor, rows: Tensor) -> None:
+        """Read the states of rows into slots."""
+        for cached, table in self._pairs():
+            values = table.index_select(0, rows).to(cached.device)
+            cached.index_copy_(0, slots.to(cached.device), values)
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Take the states of an optimizer into tables.
+
+        Raises:
+            ValueError: A state has neither one row for each row of the table nor equal values in all slots.
+        """
+        is_new = optimizer not in self._tables
+        if is_new:
+            self._tables[optimizer] = {}
+            optimizer.register_state_dict_post_hook(_weakly(self, RowStates._fill_state_dict))
+            optimizer.register_load_state_dict_post_hook(_weakly(self, RowStates._after_load))
+        self._make_tables(optimizer, are_unknown=is_new)
+
+    def _make_tables(self, optimizer: Optimizer, *, are_unknown: bool) -> None:
+        """Make tables of states that have none.
+
+        Args:
+            optimizer: The optimizer.
+            are_unknown: Whether its earlier steps, if any, were made without tables, so it must hold states
+                of the whole table.
+        """
+        cache, tables = self._alive(), self._tables[optimizer]
+        states, num_slots = optimizer.state.get(cache.param, {}), len(cache.param)
+        has_stepped = _has_stepped(states)
+        for key in [key for key in tables if key not in states]:  # the user has cleared the states
+            del tables[key]
+        for key, value in states.items():
+            if key in tables or not isinstance(value, Tensor) or not value.dim():
+                continue
+            if len(value) == cache.num_rows:
+                table = value.detach().clone(memory_format=torch.contiguous_format).cpu()
+                tables[key] = table
+                if num_slots < cache.num_rows:  # else each row has the slot of its number
+                    states[key] = table.index_select(0, cache.row_of.clamp(min=0)).to(value.device)
+            elif not has_stepped and bool((value == value[:1]).all()):  # as the optimizer has made it
+                states[key] = value[:1].repeat(num_slots, *(1 for _ in value.shape[1:]))
+                tables[key] = self._table_of(key, value, untouched=value)
+            elif len(value) == num_slots and not are_unknown:
+                is_touched = torch.zeros(num_slots, dtype=torch.bool)
+                if self._touched is not None:
+                    is_touched[self._touched] = True
+                tables[key] = self._table_of(key, value, untouched=value[(~is_touched).to(value.device)])
+            else:
+                raise ValueError(
+                    f"the optimizer's state {key!r} has {len(value)} rows and not the {cache.num_rows} of "
+                    f"{self._name}: load the state_dict() of an optimizer that has made a step with it, "
+                    "or begin with a new optimizer"
+                )
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = self._alive()
+        group = self._group_of_cache(optimizer)
+        if group is None:
+            return
+        cache.check_table_grad()
+        if any(each is not None for each in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
+            raise ValueError(
+                f"step(closure) computes gradients inside of the step, where those of {self._name} cannot be "
+                "prepared: call backward(), then step()"
+            )
+        _check_row_wise(optimizer, group, self._name)
+        self.adopt(optimizer)
+        grad = cache.param.grad
+        if grad is None:
+            return
+        self._touched = cache.begin_step()
+        if grad.is_sparse and not isinstance(optimizer, SGD):
+            cache.param.grad = cache.in_flight.sums.coalesce(
+                grad
+            )  # SGD adds without, in the order of the batch
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        cache = self._alive()
+        if self._touched is None or self._group_of_cache(optimizer) is None:
+            return
+        self._make_tables(optimizer, are_unknown=False)
+        self._touched = None
+        cache.end_step()
+
+    def _table_of(self, key: str, value: Tensor, *, untouched: Tensor) -> Tensor:
+        """Return a table of the value that a state begins with, which is in the untouched slots."""
+        cache = self._alive()
+        if not len(untouched):
+            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype)
+        first = untouched[0]
+        if not bool((untouched == first).all()):
+            raise ValueError(
+                f"the optimizer's state {key!r} has several values in slots without a gradient, so its rows "
+                f"outside of the cache of {self._name} are unknown: load a state_dict() of the whole table, "
+                "or begin with a new optimizer"
+            )
+        if not first.any():
+            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype)
+        return first.cpu().expand(cache.num_rows, *first.shape).clone()
+
+    def _fill_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        """Put the states of all rows into the result of `optimizer.state_dict()`."""
+        cache = self._alive()
+        index = _index_of(optimizer, cache.param)
+        tables = self._tables[optimizer]
+        if index is None or not tables:
+            return
+        slots = (cache.row_of >= 0).nonzero().flatten()
+        self.write_back(slots, cache.row_of[slots])
+        state_dict["state"][index] = {**state_dict["state"][index], **tables}
+
+    def _after_load(self, optimizer: Optimizer) -> None:
+        """Take the states of all rows that `optimizer.load_state_dict` has loaded."""
+        self._tables[optimizer] = {}
+        self._make_tables(optimizer, are_unknown=True)
+
+    def _group_of_cache(self, optimizer: Optimizer) -> dict[str, Any] | None:
+        """Return the group of the cache in an optimizer, None if it has another optimizer.
+
+        Raises:
+            ValueError: The optimizer holds the table.
+        """
+        cache = self._alive()
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                if param is cache.param:
+                    return group
+                if cache.is_table(param):
+                    raise ValueError(
+                        f"the optimizer was given the attribute `weight` of {self._name}, which is the whole "
+                        "table: give it the parameters() of the module"
+                    )
+        return None
+
+    def _alive(self) -> CachedRows:
+        cache = self._cache()
+        assert cache is not None, "the cache owns its states"
+        return cache
+
+    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each state of the cache with its table."""
+        cache = self._alive()
+        for optimizer, tables in self._tables.items():
+            states = optimizer.state.get(cache.param, {})
+            for key in [key for key in tables if key not in states]:  # the user has cleared the states
+                del tables[key]
+            for key, table in tables.items():
+                yield states[key], table
+
+
+def _weakly(owner: RowStates, hook: Callable[..., None]) -> Callable[..., None]:
+    """Return a hook that does nothing once its owner is gone; torch keeps hooks of all optimizers."""
+    reference = weakref.ref(owner)
+
+    def call(*args: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            hook(alive, *args)
+
+    return call
+
+
+def _index_of(optimizer: Optimizer, param: nn.Parameter) -> int | None:
+    """Return the number of a parameter in the state dict of its optimizer."""
+    params = (each for group in optimizer.param_groups for each in group["params"])
+    return next((index for index, each in enumerate(params) if each is param), None)
+
+
+def _check_row_wise(optimizer: Optimizer, group: dict[str, Any], name: str) -> None:
+    """Check that an optimizer changes the rows with a gradient only, each by itself.
+
+    Raises:
+        ValueError: `optimizer` changes every row at each step, or is not known to change rows separately.
+    """
+    kind = type(optimizer)
+    if kind not in _ROW_WISE and not getattr(kind, "is_row_wise", False):
+        names = ", ".join(each.__name__ for each in _ROW_WISE)
+        raise ValueError(
+            f"{kind.__name__} is not known to change only the rows of {name} that have a gradient, each by "
+            f"itself (moments that decay at each step do not): use one of {names}; if an optimizer of your "
+            "own does so, set is_row_wise = True in its class"
+        )
+    for option in _WHOLE_TABLE_OPTIONS:
+        if group.get(option):
+            raise ValueError(
+                f"{kind.__name__} with {option}={group[option]} changes every row of {name} at each step, "
+                f"also those outside of the cache: give its parameters a group with {option}=0"
+            )
+
+
+def _has_stepped(states: States) -> bool:
+    """Return whether states are of an optimizer that has made a step."""
+    return bool(states) and float(states.get("step", 1)) > 0

@@ -1,0 +1,259 @@
+"""Base of embeddings with a cached table: the trained parameter is a cache, `weight` the whole table."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr
+from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """Options of a cache; see `CachedEmbeddingBag`.
+
+    Raises:
+        ValueError: `cache_ratio` is out of range.
+    """
+
+    cache_ratio: float
+    ids_freq_mapping: Tensor | Sequence[int] | None
+    warmup_ratio: float
+    buffer_size: int
+    pin_weight: bool | None
+    evict_strategy: EvictionStrategy
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache_ratio <= 1:
+            raise ValueError(f"cache_ratio is {self.cache_ratio}; it must be above 0 and at most 1")
+
+    def num_slots(self, num_rows: int, *, least: int) -> int:
+        """Return the number of rows of the cache of a table."""
+        return min(max(round(self.cache_ratio * num_rows), least), num_rows)
+
+
+class CachedTable(nn.Module):
+    """Abstract: a table of embeddings with a cache.
+
+    Args:
+        num_embeddings: Number of rows of the table.
+        embedding_dim: Width of a row.
+        padding_idx: Id whose rows count as zero and have no gradient.
+        max_norm: Refused; it would change rows in the forward.
+        sparse: Whether gradients are sparse.
+        weight: The table; None for one of normal random values, as torch's embeddings draw them.
+        dtype: Data type of the table. Default: torch's default.
+        device: Device of the cache. Default: torch's default device.
+        options: Options of the cache.
+        name: Name of the table in error messages.
+
+    Raises:
+        ValueError: An argument is out of range, or `max_norm` is given.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None,
+        max_norm: float | None,
+        sparse: bool,
+        weight: Tensor | None,
+        dtype: torch.dtype | None,
+        device: torch.device | str | None,
+        options: CacheOptions,
+        name: str,
+    ) -> None:
+        super().__init__()
+        kind = type(self).__name__
+        if max_norm is not None:
+            raise ValueError(
+                f"max_norm={max_norm}: {kind} writes back the rows that a step has changed, and max_norm "
+                "changes rows in the forward, also in evaluation: leave it out, and normalize the output"
+            )
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx is {padding_idx}; it must be within the {num_embeddings} rows")
+        if weight is not None and tuple(weight.shape) != (num_embeddings, embedding_dim):
+            raise ValueError(
+                f"_weight has the shape {tuple(weight.shape)}; it must be (num_embeddings, embedding_dim), "
+                f"({num_embeddings}, {embedding_dim})"
+            )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.sparse = sparse
+        self.cache_ratio = options.cache_ratio
+        self.cache_op = True
+        if weight is None:
+            weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype, device="cpu")
+            nn.init.normal_(weight)
+            if self.padding_idx is not None:
+                weight[self.padding_idx].zero_()
+        self.cache_weight_mgr = CachedParamMgr(
+            weight,
+            options.num_slots(num_embeddings, least=1 if padding_idx is None else 2),
+            options.buffer_size,
+            options.pin_weight,
+            options.evict_strategy,
+            device=device,
+            fixed=self.padding_idx,
+            name=name or f"{kind}({num_embeddings}, {embedding_dim})",
+        )
+        # Registered directly: the class has a property of this name, which is the whole table.
+        self._parameters["weight"] = self.cache_weight_mgr.param
+        self.cache_weight_mgr.reorder(options.ids_freq_mapping, options.warmup_ratio)
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
+        """Return a module with a given table.
+
+        Args:
+            embeddings: The table, (rows, dim), used in place.
+            freeze: Whether it is not trained.
+            options: Arguments of the class.
+
+        Raises:
+            ValueError: `embeddings` does not have two dimensions.
+        """
+        if embeddings.dim() != 2:
+            raise ValueError(f"embeddings have the shape {tuple(embeddings.shape)}; it must be (rows, dim)")
+        module = cls(*embeddings.shape, **{**options, "_weight": embeddings})
+        module.cache_weight_mgr.param.requires_grad_(not freeze)
+        return module
+
+    @property
+    def weight(self) -> Tensor:
+        """The whole table, (num_embeddings, embedding_dim), in host memory, with the newest values.
+
+        The parameter that is trained, `cache_weight_mgr.param`, is a cache of it. The table can be changed in
+        place before the next step.
+        """
+        return self.cache_weight_mgr.weight
+
+    @property
+    def num_hits_history(self) -> list[int]:
+        """For each forward the number of distinct rows that were cached."""
+        return self.cache_weight_mgr.num_hits_history
+
+    @property
+    def num_miss_history(self) -> list[int]:
+        """For each forward the number of distinct rows that were read from the table."""
+        return self.cache_weight_mgr.num_miss_history
+
+    @property
+    def num_write_back_history(self) -> list[int]:
+        """For each forward the number of rows that were written back to the table."""
+        return self.cache_weight_mgr.num_write_back_history
+
+    @property
+    def swap_in_bandwidth(self) -> float:
+        """Megabytes per second of the rows read from the table so far; 0.0 before the first."""
+        return self.cache_weight_mgr.swap_in_bandwidth
+
+    @property
+    def swap_out_bandwidth(self) -> float:
+        """Megabytes per second of the rows written to the table so far; 0.0 before the first."""
+        return self.cache_weight_mgr.swap_out_bandwidth
+
+    def set_cache_op(self, cache_op: bool = True) -> None:
+        """Set whether the forward takes ids, or slots that `cache_weight_mgr.prepare_ids` has returned.
+
+        Args:
+            cache_op: True for ids. With False the forwards take the slots in the order of those calls.
+        """
+        self.cache_op = cache_op
+
+    def set_cache_mgr_async_copy(self, flag: bool) -> None:
+        """Set whether copies to an accelerator may overlap with the host's work."""
+        self.cache_weight_mgr.set_async_copy(flag)
+
+    def print_comm_stats(self) -> None:
+        """Log hits, misses and the rows that moved so far."""
+        self.cache_weight_mgr.print_comm_stats()
+
+    def element_size(self) -> int:
+        """Return the bytes of an element of the table."""
+        return self.cache_weight_mgr.param.element_size()
+
+    def _look_up(self, ids: Tensor, read: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        """Return the result of a function of the slots of ids and of the cache."""
+        if torch.compiler.is_compiling():  # the cache moves rows by the values of ids
+            output: Tensor = torch.compiler.disable(self._look_up_eagerly)(ids, read)
+            return output
+        return self._look_up_eagerly(ids, read)
+
+    def _look_up_eagerly(self, ids: Tensor, read: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+        cache = self.cache_weight_mgr
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{cache.name} is in a job of {dist.get_world_size()} ranks, which have other rows in the "
+                "same slots, so their gradients cannot be averaged: train it in one process"
+            )
+        if self._parameters.get("weight") is not cache.param:
+            raise RuntimeError(
+                f"the parameter of {cache.name} was replaced, which is a cache of some rows: write to the "
+                "attribute `weight` in place, or call load_state_dict"
+            )
+        slots = cache.lookup(ids) if self.cache_op else cache.in_flight.check_prepared(ids)
+        output = read(slots, cache.param)
+        cache.in_flight.follow(output, slots, is_prepared=not self.cache_op)
+        return output
+
+    @property
+    def _padding_slot(self) -> int | None:
+        return self.cache_weight_mgr.padding_slot
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        """Move or cast the cache; the table is cast with it and stays in host memory."""
+        self.cache_weight_mgr.flush()
+        super()._apply(fn, recurse)
+        param = self._parameters["weight"]
+        assert param is not None
+        self.cache_weight_mgr.rebind(param)
+        return self
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: Mapping[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        if strict:
+            own = (name for name in state_dict if name.startswith(prefix) and name != key)
+            unexpected_keys.extend(own)
+        if key not in state_dict:
+            if strict:
+                missing_keys.append(key)
+            return
+        loaded = state_dict[key]
+        shape = (self.num_embeddings, self.embedding_dim)
+        if tuple(loaded.shape) != shape:
+            error_msgs.append(
+                f"size mismatch for {key}: copying a param with shape {tuple(loaded.shape)} from checkpoint, "
+                f"the shape of the table is {shape}."
+            )
+        elif local_metadata.get("assign_to_params_buffers", False):
+            self.cache_weight_mgr.replace_table(loaded.to(self.cache_weight_mgr.param.dtype))
+        else:
+            with torch.no_grad():
+                self.weight.copy_(loaded)
+
+    def extra_repr(self) -> str:
+        """Return the arguments in one line."""
+        text = f"{self.num_embeddings}, {self.embedding_dim}, cache_ratio={self.cache_ratio}"
+        if self.padding_idx is not None:
+            text += f", padding_idx={self.padding_idx}"
+        return f"{text}, sparse={self.sparse}"
