@@ -75,7 +75,9 @@ class InFlight:
         self._with_grad: list[_Batch] = []  # the step is to come
         self._applied: _Applied | None = None  # the gradient of the last step
         self._adds_to_applied = False  # in the backward in progress
-        self._is_unmoved = torch.zeros(slot_map.num_slots, dtype=torch.bool)  # released, with the same row
+        self._is_unmoved = torch.zeros_like(
+            slot_map.num_pins, dtype=torch.bool
+        )  # released, with the same row
         self._num_moves = 0  # of the map, when that was noted
         self.param, self._is_watched = param, False
         self._watch_param()
@@ -153,11 +155,11 @@ class InFlight:
     def take_changed(self) -> Tensor:
         """Return the slots whose rows a loop without an optimizer can have changed, once."""
         changed, self._changed = self._changed, []
-        return torch.cat(changed) if changed else torch.empty(0, dtype=torch.int64)
+        return torch.cat(changed) if changed else torch.empty(0, dtype=torch.int64, device="cpu")
 
     def has_grad(self) -> Tensor:
         """Return for each slot whether a batch has a gradient for its row: (slots,)."""
-        mask = torch.zeros(self._map.num_slots, dtype=torch.bool)
+        mask = torch.zeros(self._map.num_slots, dtype=torch.bool, device="cpu")
         for batch in self._with_grad:
             mask[batch.slots] = True
         return mask

@@ -2,8 +2,10 @@
 
 [Note: newer copies]
 The newest values of a cached row are in the cache once a step has changed it, else in both places. Writes by
-others are noticed by the version counters of both tensors: after a write to the cache all its rows are
-newer, after a write to the table the cached rows are read again.
+others are noticed by the version counters of both tensors. After a write to the cache the rows of batches
+with a gradient are newer (a loop without an optimizer), and all others must be as in the table. After a write
+to the table the cached rows are read again. A write through `data` changes no counter: a table that was
+handed out since the last lookup counts as written, as do the rows of a gradient that was discarded.
 """
 
 from collections.abc import Iterator, Sequence
@@ -88,7 +90,9 @@ class CachedParamMgr:
         self._pins_weight = self._decide_pinning(pin_weight)
         self._set_table(weight)
         self._slots = SlotMap(self.num_rows, num_slots, strategy=evict_strategy, fixed=fixed, name=name)
-        self._is_newer = torch.zeros(num_slots, dtype=torch.bool)  # slots that are ahead of the table
+        self._is_newer = torch.zeros_like(
+            self._slots.num_pins, dtype=torch.bool
+        )  # slots that are ahead of the table
         self.in_flight = InFlight(self._slots, self.param)
         self.states = RowStates(self, name)
         self.num_hits_history: list[int] = []
@@ -238,14 +242,14 @@ class CachedParamMgr:
             RuntimeError: The gradient was applied by an earlier step, or is not of batches in flight.
         """
         slots = self.in_flight.slots_with_grad()
-        self._notice_writes()
+        self._notice_writes()  # before the step, which changes the version of the cache
         self._is_newer[slots] = True
         return slots
 
     def end_step(self) -> None:
         """Release the batches whose gradients were applied."""
         self.in_flight.end_step()
-        self._remember_versions()
+        self._remember_versions()  # the writes since `begin_step` are the optimizer's
 
     @torch.no_grad()
     def flush(self) -> None:
@@ -387,6 +391,7 @@ class CachedParamMgr:
         self._write_back(left_slots, leaving)
         if exchange.entering.numel():
             begin = perf_counter()
+            # After the write-back: the entering rows take the slots of the leaving ones, states with them.
             for slots, rows in self._pieces(exchange.slots, exchange.entering):
                 self._read_values(slots, rows)
                 self.states.read(slots, rows)

@@ -125,7 +125,7 @@ class RowStates:
         for key, value in states.items():
             if key in tables or not isinstance(value, Tensor) or not value.dim():
                 continue
-            if len(value) == cache.num_rows:
+            if len(value) == cache.num_rows:  # loaded, or the cache has all rows
                 table = value.detach().clone(memory_format=torch.contiguous_format).cpu()
                 tables[key] = table
                 if num_slots < cache.num_rows:  # else each row has the slot of its number
@@ -134,7 +134,8 @@ class RowStates:
                 states[key] = value[:1].repeat(num_slots, *(1 for _ in value.shape[1:]))
                 tables[key] = self._table_of(key, value, untouched=value)
             elif len(value) == num_slots and not are_unknown:
-                is_touched = torch.zeros(num_slots, dtype=torch.bool)
+                # Made in this step. Rows with a gradient have changed, all others have the initial value.
+                is_touched = torch.zeros_like(cache.row_of, dtype=torch.bool)
                 if self._touched is not None:
                     is_touched[self._touched] = True
                 tables[key] = self._table_of(key, value, untouched=value[(~is_touched).to(value.device)])
@@ -163,9 +164,9 @@ class RowStates:
             return
         self._touched = cache.begin_step()
         if grad.is_sparse and not isinstance(optimizer, SGD):
-            cache.param.grad = cache.in_flight.sums.coalesce(
-                grad
-            )  # SGD adds without, in the order of the batch
+            # One entry a row, so that the optimizer's own `coalesce` adds nothing. SGD has none: it adds the
+            # entries in the order of the batch.
+            cache.param.grad = cache.in_flight.sums.coalesce(grad)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         cache = self._alive()
@@ -179,7 +180,7 @@ class RowStates:
         """Return a table of the value that a state begins with, which is in the untouched slots."""
         cache = self._alive()
         if not len(untouched):
-            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype)
+            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype, device="cpu")
         first = untouched[0]
         if not bool((untouched == first).all()):
             raise ValueError(
@@ -188,7 +189,7 @@ class RowStates:
                 "or begin with a new optimizer"
             )
         if not first.any():
-            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype)
+            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype, device="cpu")
         return first.cpu().expand(cache.num_rows, *first.shape).clone()
 
     def _fill_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -198,6 +199,7 @@ class RowStates:
         tables = self._tables[optimizer]
         if index is None or not tables:
             return
+        # Also rows that are not newer than the table: it costs little here, and needs no mark.
         slots = (cache.row_of >= 0).nonzero().flatten()
         self.write_back(slots, cache.row_of[slots])
         state_dict["state"][index] = {**state_dict["state"][index], **tables}

@@ -12,6 +12,7 @@ from torch import Tensor
 
 _KEPT = torch.iinfo(torch.int64).max  # priority of a slot that must not be evicted
 _EMPTY = -1
+_HOST = "cpu"  # whatever the default device is
 
 
 class EvictionStrategy(Enum):
@@ -77,11 +78,11 @@ class SlotMap:
         self.num_slots = num_slots
         self.strategy = strategy
         self.name = name
-        self.row_of = torch.full((num_slots,), _EMPTY)
-        self.num_pins = torch.zeros(num_slots, dtype=torch.int32)
-        self._slot_of = torch.full((num_rows,), _EMPTY, dtype=torch.int32)
-        self._num_batches = torch.zeros(num_rows, dtype=torch.int32)  # in which a row was used
-        self._last_batch = torch.zeros(num_slots, dtype=torch.int64)  # in which a slot was used
+        self.row_of = torch.full((num_slots,), _EMPTY, device=_HOST)
+        self.num_pins = torch.zeros(num_slots, dtype=torch.int32, device=_HOST)
+        self._slot_of = torch.full((num_rows,), _EMPTY, dtype=torch.int32, device=_HOST)
+        self._num_batches = torch.zeros(num_rows, dtype=torch.int32, device=_HOST)  # in which a row was used
+        self._last_batch = torch.zeros(num_slots, dtype=torch.int64, device=_HOST)  # in which a slot was used
         self._batch = 0
         self._by_frequency: Tensor | None = None  # all ids, the most frequent first; None: in their order
         self._rank: Tensor | None = None  # the place of each id in that order
@@ -142,6 +143,7 @@ class SlotMap:
         slots = self.slots_of(ids)
         missing = ids[slots < 0]
         entering = missing.unique() if missing.numel() else missing
+        # Raises before anything is changed: a batch that does not fit leaves the map as it was.
         exchange = self._make_room(entering, present=slots[slots >= 0])
         if entering.numel():
             slots = self.slots_of(ids)
@@ -156,7 +158,9 @@ class SlotMap:
         Args:
             num_rows: Number of rows to cache, at most; fewer if there are fewer empty slots.
         """
-        first = torch.arange(min(num_rows + 1, self.num_rows))  # one of them may be in the fixed slot
+        first = torch.arange(
+            min(num_rows + 1, self.num_rows), device=_HOST
+        )  # one of them may be in the fixed slot
         if self._by_frequency is not None:
             first = self._by_frequency[first]
         absent = first[self._slot_of[first] == _EMPTY]
@@ -178,7 +182,7 @@ class SlotMap:
         """
         self._by_frequency = frequencies.argsort(descending=True, stable=True)
         self._rank = torch.empty_like(self._by_frequency)
-        self._rank[self._by_frequency] = torch.arange(self.num_rows)
+        self._rank[self._by_frequency] = torch.arange(self.num_rows, device=_HOST)
 
     def pin(self, slots: Tensor) -> None:
         """Protect the rows in slots from eviction until `unpin`; duplicates count once."""
@@ -204,6 +208,7 @@ class SlotMap:
         """Evict as many rows as enter, less the empty slots; those in the slots `present` stay."""
         if not entering.numel():
             return RowExchange(entering, entering, entering, entering)
+        # Rows of this batch stay as those of earlier ones do, or its own rows would evict each other.
         kept = self.num_pins > 0
         kept[present] = True
         num_free = self.num_slots - int(kept.sum())
@@ -214,6 +219,7 @@ class SlotMap:
             self.row_of[entering] = entering
             self._slot_of[entering] = entering.to(torch.int32)
             return RowExchange(entering, entering, entering[:0], entering[:0])
+        # Empty slots come first, kept ones last, and there are enough of the others.
         priority = self._priorities().masked_fill_(kept, _KEPT)
         slots = priority.topk(entering.numel(), largest=False, sorted=False).indices
         rows = self.row_of[slots]
@@ -229,6 +235,7 @@ class SlotMap:
         if self.strategy is EvictionStrategy.LRU:
             priority = self._last_batch.clone()
         elif self.strategy is EvictionStrategy.LFU:
+            # The count in the upper half: the last use decides between equal counts.
             priority = (self._num_batches[rows].long() << 32) + self._last_batch
         else:
             priority = self.num_rows - (rows if self._rank is None else self._rank[rows])
@@ -250,7 +257,8 @@ class SlotMap:
         """Return the number of distinct slots, without sorting."""
         if not slots.numel():
             return 0
-        position = torch.arange(slots.numel())
-        last = torch.empty(int(slots.max()) + 1, dtype=torch.int64)
+        # Of duplicates the last one written remains: its position is equal for exactly one of them.
+        position = torch.arange(slots.numel(), device=_HOST)
+        last = torch.empty(int(slots.max()) + 1, dtype=torch.int64, device=_HOST)
         last[slots] = position
         return int((last[slots] == position).sum())

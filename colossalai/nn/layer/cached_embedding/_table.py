@@ -199,6 +199,7 @@ class CachedTable(nn.Module):
                 f"the parameter of {cache.name} was replaced, which is a cache of some rows: write to the "
                 "attribute `weight` in place, or call load_state_dict"
             )
+        # The rows are pinned after the lookup and before any other: `follow` needs the output's node.
         slots = cache.lookup(ids) if self.cache_op else cache.in_flight.check_prepared(ids)
         output = read(slots, cache.param)
         cache.in_flight.follow(output, slots, is_prepared=not self.cache_op)
@@ -210,7 +211,7 @@ class CachedTable(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the cache; the table is cast with it and stays in host memory."""
-        self.cache_weight_mgr.flush()
+        self.cache_weight_mgr.flush()  # `fn` may return other values, such as those of `to_empty`
         super()._apply(fn, recurse)
         param = self._parameters["weight"]
         assert param is not None
@@ -218,6 +219,9 @@ class CachedTable(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(
+            destination, prefix, keep_vars
+        )  # parameters and buffers of a subclass, too
         destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
 
     def _load_from_state_dict(
@@ -230,10 +234,16 @@ class CachedTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key = prefix + "weight"
-        if strict:
-            own = (name for name in state_dict if name.startswith(prefix) and name != key)
-            unexpected_keys.extend(own)
+        key, param = prefix + "weight", self._parameters["weight"]
+        self._parameters["weight"] = None  # the base class skips it: the table has another shape
+        try:
+            super()._load_from_state_dict(
+                state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+            )
+        finally:
+            self._parameters["weight"] = param
+        if key in unexpected_keys:
+            unexpected_keys.remove(key)
         if key not in state_dict:
             if strict:
                 missing_keys.append(key)

@@ -235,6 +235,52 @@ def test_changes_in_place_of_the_table_and_of_the_cache() -> None:
     assert torch.equal(bag(ids), reference(ids))
 
 
+class Scaled(CachedEmbeddingBag):
+    """A subclass with a parameter, a buffer and a module of its own."""
+
+    def __init__(self, cache_ratio: float) -> None:
+        super().__init__(NUM_ROWS, DIM, mode="sum", sparse=True, cache_ratio=cache_ratio)
+        self.bias = nn.Parameter(torch.rand(DIM))
+        self.register_buffer("scale", torch.rand(1))
+        self.head = nn.Linear(2, 2)
+
+
+def test_a_state_dict_of_a_subclass() -> None:
+    first, second = Scaled(0.1), Scaled(0.5)
+    hooks: list[str] = []
+    second.register_load_state_dict_pre_hook(lambda _, state, *rest: hooks.extend(state))
+    second.load_state_dict(first.state_dict())
+    assert hooks == ["weight", "bias", "scale", "head.weight", "head.bias"]
+    assert [name for name, _ in second.named_parameters()] == ["weight", "bias", "head.weight", "head.bias"]
+    assert all(torch.equal(value, second.state_dict()[name]) for name, value in first.state_dict().items())
+    with pytest.raises(RuntimeError, match=r'Missing key\(s\) in state_dict: "bias", "scale"'):
+        second.load_state_dict({"weight": first.weight}, strict=True)
+    missing, unexpected = second.load_state_dict({"other": first.weight}, strict=False)
+    assert (set(missing), unexpected) == ({*first.state_dict()}, ["other"])
+
+
+def test_another_default_device() -> None:
+    reference = make_pair()[0]
+    with torch.device("meta"):
+        bag = CachedEmbeddingBag(NUM_ROWS, DIM, mode="sum", sparse=True, cache_ratio=0.1, device="cpu")
+        assert CachedEmbeddingBag(NUM_ROWS, DIM).weight.device.type == "cpu"
+        bag.load_state_dict(reference.state_dict())
+        optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (reference, bag)]
+        all_ids = list(batches_on_host(10))
+        for each, optimizer in zip((reference, bag), optimizers, strict=True):
+            for ids in all_ids:
+                optimizer.zero_grad()
+                each(ids).square().sum().backward()
+                optimizer.step()
+        check_equal(reference, bag, *optimizers)
+
+
+def batches_on_host(number: int) -> list[Tensor]:
+    """Return batches whatever the default device is."""
+    with torch.device("cpu"):
+        return list(batches(number))
+
+
 def test_casts() -> None:
     reference, bag = make_pair(0.1)
     optimizer = OPTIMIZERS["sgd"](bag.parameters())
