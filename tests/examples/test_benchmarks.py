@@ -16,6 +16,7 @@ ROUNDS = ("--rounds", "2")
 # rank_settings.py starts jobs by itself, fused_parts.py waits for a compiler.
 BY_HAND = {"fused_parts", "matmul", "nvme", "rank_settings", "start_time"}
 ALONE = (
+    "cached_embedding",
     *("adam", "adapters", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share"),
     *(
         "one_request",
@@ -32,7 +33,17 @@ ALONE = (
 )
 # Each takes 10 s of a core and more: processes one after the other, or many variants.
 SLOW = {
-    *("chat", "checkpoint", "gemini", "gemini_disk", "gemini_gpu", "moe", "pipeline", "quantized"),
+    *(
+        "cached_embedding",
+        "chat",
+        "checkpoint",
+        "gemini",
+        "gemini_disk",
+        "gemini_gpu",
+        "moe",
+        "pipeline",
+        "quantized",
+    ),
     *("serving_http", "serving_ranks", "soak", "zero"),
 }
 FOUR = {"convert": 4}  # whose mesh is 2 x 2
@@ -57,6 +68,19 @@ SMALLEST = {
         *("--most-plans", "3", "--profile", "cpu-2-cores", *ROUNDS),
     ),
     "bandwidth": ("--sizes", "2048", "--repeats", "1", *ROUNDS),
+    "cached_embedding": (
+        "--rows",
+        "20000",
+        "--dim",
+        "8",
+        "--cache-ratio",
+        "0.5",
+        "--steps",
+        "2",
+        "--rounds",
+        "1",
+        "--unlimited",
+    ),
     "bfloat16": ("--sizes", "16", "--isas", "AVX2", *ROUNDS),
     "chat": (
         *("--steps", "2", "--seeds", "1", "--sft-steps", "3", "--prompts", "2", "--group", "2"),

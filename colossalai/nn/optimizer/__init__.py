@@ -8,6 +8,8 @@ from colossalai.nn.optimizer._adam_kernel import AdamOptions as AdamOptions
 from colossalai.nn.optimizer._adam_kernel import Slot as Slot
 from colossalai.nn.optimizer._adam_kernel import mixed_adam_step as mixed_adam_step
 from colossalai.nn.optimizer._disk import DiskOptions as DiskOptions
+from colossalai.nn.optimizer._disk_file import PAGE as PAGE
+from colossalai.nn.optimizer._disk_file import StateFile as StateFile
 from colossalai.nn.optimizer._fused_adam import FusedAdam as FusedAdam
 from colossalai.nn.optimizer._fused_lamb import FusedLAMB as FusedLAMB
 from colossalai.nn.optimizer._fused_sgd import FusedSGD as FusedSGD

@@ -1,10 +1,9 @@
-"""Files for states: positioned reads and writes, past the page cache where the file system has it.
+"""Files for states and tables: positioned reads and writes, and tensors whose memory is the file.
 
 [Note: private folders]
 Each offload has a folder of its own, with a file `owner` that the process keeps locked. The kernel releases
 the lock when the process ends, even by a signal: a folder whose `owner` can be locked is a leftover. A
-    process
-identifier in the name would not do: it may be reused, in another container too.
+process identifier in the name would not do: it may be reused, in another container too.
 """
 
 import errno
@@ -65,27 +64,68 @@ class StateFile:
 
     Args:
         path: Its path.
-        size: Its bytes, a multiple of `PAGE`. The disk's space is taken at once.
+        size: Its bytes, a multiple of `PAGE` for `read` and `write`. The disk's space is taken at once.
         direct: Whether to go past the page cache, if the file system can.
+        is_new: Whether it is made; else it is there, and keeps its contents.
+        mode: Permissions of a new file, less those of the process's umask.
+        is_named: Whether it keeps its name; else it ends with its last reader, also if that is by a signal.
 
     Raises:
-        OSError: The file cannot be made; with the path, the bytes needed and the bytes free.
+        OSError: The file cannot be made or opened; with the path, the bytes needed and the bytes free.
     """
 
-    def __init__(self, path: Path, size: int, *, direct: bool) -> None:
+    def __init__(
+        self,
+        path: Path,
+        size: int,
+        *,
+        direct: bool,
+        is_new: bool = True,
+        mode: int = 0o600,
+        is_named: bool = True,
+    ) -> None:
         self.path = path
         self.size = size
         try:
-            self._fd = _open(path, direct=direct)
+            self._fd = _open(path, direct=direct, mode=mode) if is_new else os.open(path, os.O_RDWR)
         except OSError as error:
             raise explained(error, path, needed=size) from error
-        self._finalizer = weakref.finalize(self, os.close, self._fd)
+        self._finalizer: weakref.finalize[..., StateFile] = weakref.finalize(self, os.close, self._fd)
+        self._finalizer.atexit = False  # others may write to it then
         try:
-            os.posix_fallocate(self._fd, 0, size)
-            self._mapping = mmap.mmap(self._fd, size)
+            if not is_named:
+                path.unlink()
+            if is_new:
+                os.posix_fallocate(self._fd, 0, size)
+            self._mapping = self.new_mapping()
         except OSError as error:
-            path.unlink()
+            if is_new:
+                path.unlink(missing_ok=True)
             raise explained(error, path, needed=size) from error
+
+    def lock(self) -> None:
+        """Lock the file until this object ends, or this process with its forks, also if that is by a signal.
+
+        Raises:
+            BlockingIOError: The file is locked, by this process or another.
+        """
+        fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        self._finalizer.detach()
+        self._finalizer = weakref.finalize(self, _unlock_and_close, self._fd, os.getpid())
+        self._finalizer.atexit = False
+
+    def unlock(self) -> None:
+        """Undo `lock`, which forks of this process share."""
+        fcntl.flock(self._fd, fcntl.LOCK_UN)
+
+    @property
+    def is_deleted(self) -> bool:
+        """Whether the file has no name any more: it was deleted, or another one has its name."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def new_mapping(self) -> mmap.mmap:
+        """Return the file as shared memory of its own, for advice of its own to the system."""
+        return mmap.mmap(self._fd, self.size)
 
     def check(self) -> None:
         """Raise an OSError if the file is no longer as large as it was."""
@@ -134,16 +174,16 @@ def explained(error: OSError, path: Path, *, needed: int) -> OSError:
     what = f"{needed} bytes needed" if needed else "a folder cannot be made"
     return OSError(
         error.errno,
-        f"{error.strerror} (optimizer states on disk: {what}, {free} bytes free in {folder})",
+        f"{error.strerror} ({what}, {free} bytes free in {folder})",
         str(path),
     )
 
 
-def _open(path: Path, *, direct: bool) -> int:
+def _open(path: Path, *, direct: bool, mode: int) -> int:
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL
     if direct:
         try:
-            return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o600)
+            return os.open(path, flags | getattr(os, "O_DIRECT", 0), mode)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
@@ -151,7 +191,13 @@ def _open(path: Path, *, direct: bool) -> int:
             get_dist_logger().info(
                 f"{path.parent} is on a file system without O_DIRECT: states pass the page cache", ranks=[0]
             )
-    return os.open(path, flags, 0o600)
+    return os.open(path, flags, mode)
+
+
+def _unlock_and_close(fd: int, pid: int) -> None:
+    if os.getpid() == pid:  # a fork shares the lock, and keeps it when this process has closed the file
+        fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
 
 
 def _remove_leftovers(root: Path) -> None:

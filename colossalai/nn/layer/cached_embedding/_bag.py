@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -40,13 +41,16 @@ class CachedEmbeddingBag(CachedTable):
         cache_ratio: Share of the rows that the cache holds, above 0 and up to 1.
         ids_freq_mapping: (num_embeddings,): how often each id is used. Default: the smaller, the more often.
         warmup_ratio: Share of the cache that is filled with the most frequent rows at once.
-        buffer_size: Number of rows that are copied at a time; 0 for all at once.
+        buffer_size: Number of rows that are copied at a time; 0 for 64 MiB of them.
         pin_weight: Whether the table is in pinned memory. Default: where the cache is on an accelerator.
         evict_strategy: Order in which rows are evicted.
+        weight_path: File of the table, in the format of safetensors under the name "weight". The table is
+            trained in place and can be larger than the memory, with states of the optimizer in files of the
+            same folder. An existing file keeps its values. Default: host memory.
         name: Name of the table in error messages.
 
     Raises:
-        ValueError: An argument is out of range, or `max_norm` is given.
+        ValueError: An argument is out of range, the file has another table, or `max_norm` is given.
     """
 
     def __init__(  # noqa: PLR0913 - the documented options
@@ -70,6 +74,7 @@ class CachedEmbeddingBag(CachedTable):
         pin_weight: bool | None = None,
         evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
         *,
+        weight_path: str | Path | None = None,
         name: str = "",
     ) -> None:
         if mode not in _MODES:
@@ -84,6 +89,7 @@ class CachedEmbeddingBag(CachedTable):
             max_norm=max_norm,
             sparse=sparse,
             weight=_weight,
+            weight_path=weight_path,
             dtype=dtype,
             device=device,
             options=CacheOptions(

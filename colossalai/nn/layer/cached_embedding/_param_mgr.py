@@ -1,4 +1,4 @@
-"""Cache of the rows of a table: a parameter on the compute device, the whole table in host memory.
+"""Cache of the rows of a table: a parameter on the compute device, the whole table in host memory or a file.
 
 [Note: newer copies]
 The newest values of a cached row are in the cache once a step has changed it, else in both places. Writes by
@@ -8,7 +8,7 @@ to the table the cached rows are read again. A write through `data` changes no c
 handed out since the last lookup counts as written, as do the rows of a gradient that was discarded.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -16,10 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from colossalai.logging import get_dist_logger
+from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._in_flight import InFlight
 from colossalai.nn.layer.cached_embedding._row_states import RowStates
 from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy, RowExchange, SlotMap
+from colossalai.nn.layer.cached_embedding._table_file import TableFile
 from colossalai.tensor import CACHED_ROWS_OF
+
+_PIECE_BYTES = 1 << 26  # copied at a time by default
 
 
 class CachedParamMgr:
@@ -29,9 +33,9 @@ class CachedParamMgr:
     ones are read, evicted ones are written back if a step has changed them.
 
     Args:
-        weight: The table, (rows, dim), in host memory; it is used in place.
+        weight: The table, (rows, dim), in host memory or a file; it is used in place.
         cuda_row_num: Number of rows of the cache; 0 for all.
-        buffer_size: Number of rows that are copied at a time; 0 for all at once.
+        buffer_size: Number of rows that are copied at a time; 0 for 64 MiB of them.
         pin_weight: Whether the table is in pinned memory, which is copied to an accelerator faster. Default:
             where the cache is on an accelerator.
         evict_strategy: Order of eviction.
@@ -50,7 +54,7 @@ class CachedParamMgr:
         ValueError: `weight` does not have two dimensions, or a number is out of range.
     """
 
-    _table: Tensor
+    _table: HostRows
     _is_exposed: bool  # the table was handed out since the last lookup
     _requires_grad: bool  # of the table, as it was handed out
     _param_version: int
@@ -58,7 +62,7 @@ class CachedParamMgr:
 
     def __init__(
         self,
-        weight: Tensor,
+        weight: Tensor | TableFile,
         cuda_row_num: int = 0,
         buffer_size: int = 0,
         pin_weight: bool | None = None,
@@ -69,22 +73,23 @@ class CachedParamMgr:
         fixed: int | None = None,
         name: str = "the table",
     ) -> None:
-        if weight.dim() != 2:
-            raise ValueError(f"the table has the shape {tuple(weight.shape)}; it must be (rows, dim)")
-        self.num_rows, self.dim = weight.shape
+        table = weight if isinstance(weight, Tensor) else weight.tensor
+        if table.dim() != 2:
+            raise ValueError(f"the table has the shape {tuple(table.shape)}; it must be (rows, dim)")
+        self.num_rows, self.dim = table.shape
         num_slots = cuda_row_num or self.num_rows
         if not 0 < num_slots <= self.num_rows:
             raise ValueError(f"cuda_row_num is {cuda_row_num}; it must be from 1 to the {self.num_rows} rows")
         if buffer_size < 0:
             raise ValueError(
-                f"buffer_size is {buffer_size}; it must be a number of rows, or 0 for all at once"
+                f"buffer_size is {buffer_size}; it must be a number of rows, or 0 for 64 MiB of them"
             )
         if not isinstance(evict_strategy, EvictionStrategy):
             raise ValueError(f"evict_strategy is {evict_strategy!r}; it must be an EvictionStrategy")
         self.name = name
         self.buffer_size = buffer_size
         self.async_copy = async_copy
-        cache = torch.zeros(num_slots, self.dim, dtype=weight.dtype, device=device)
+        cache = torch.zeros(num_slots, self.dim, dtype=table.dtype, device=device)
         self.param = nn.Parameter(cache)
         setattr(self.param, CACHED_ROWS_OF, name)
         self._pins_weight = self._decide_pinning(pin_weight)
@@ -126,12 +131,17 @@ class CachedParamMgr:
 
     @property
     def weight(self) -> Tensor:
-        """The whole table, (rows, dim), with the newest values; it can be changed in place until a step."""
+        """The whole table, (rows, dim), with the newest values; it can be changed in place until a step.
+
+        Raises:
+            RuntimeError: The table is in a file that cannot be used, see `TableFile.check_readable`.
+        """
+        self._table.check_readable(self.name)
         self.flush()
         self._notice_freezing()
         self._is_exposed = True  # a write through `data` does not count in its version
         self._requires_grad = self.param.requires_grad
-        return self._table.requires_grad_(self._requires_grad)
+        return self._table.tensor.requires_grad_(self._requires_grad)
 
     @property
     def swap_in_bandwidth(self) -> float:
@@ -176,7 +186,7 @@ class CachedParamMgr:
             self._slots.order_by(frequencies)
         self.flush()
         self._slots.clear()
-        self._move(self._slots.fill(int(warmup_ratio * self.cuda_row_num)))
+        self._move(self._slots.plan_filling(int(warmup_ratio * self.cuda_row_num)))
 
     @torch.no_grad()
     def prepare_ids(self, ids: Tensor) -> Tensor:
@@ -202,12 +212,16 @@ class CachedParamMgr:
     @torch.no_grad()
     def lookup(self, ids: Tensor) -> Tensor:
         """Read the rows of a batch into the cache, without pinning them; see `prepare_ids`."""
+        self._table.check_readable(self.name)
+        self._table.check_lasting(self.name)
         self._slots.check(ids)
         self.in_flight.release_discarded()
         self._notice_freezing()
         self._notice_writes()
-        slots, exchange, num_distinct = self._slots.use(ids.detach().flatten().long().cpu())
+        flat = ids.detach().flatten().long().cpu()
+        exchange = self._slots.plan(flat)
         num_written = self._move(exchange)
+        slots, num_distinct = self._slots.count(flat)
         self.num_hits_history.append(num_distinct - exchange.entering.numel())
         self.num_miss_history.append(exchange.entering.numel())
         self.num_write_back_history.append(num_written)
@@ -215,7 +229,11 @@ class CachedParamMgr:
 
     def is_table(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the table."""
-        return tensor is self._table
+        return tensor is self._table.tensor
+
+    def new_rows(self, shape: Sequence[int], dtype: torch.dtype) -> HostRows:
+        """Return zeros, (rows, ...), where the table is: in host memory or in a file."""
+        return self._table.new_rows(shape, dtype)
 
     def check_table_grad(self) -> None:
         """Check that the table has no gradient.
@@ -223,8 +241,8 @@ class CachedParamMgr:
         Raises:
             RuntimeError: The table has a gradient.
         """
-        if self._table.grad is not None:
-            self._table.grad = None
+        if self._table.tensor.grad is not None:
+            self._table.tensor.grad = None
             raise RuntimeError(
                 f"a loss was computed with the attribute `weight` of {self.name}, whose gradient no "
                 "optimizer applies: compute it with the output"
@@ -243,7 +261,7 @@ class CachedParamMgr:
         """
         slots = self.in_flight.slots_with_grad()
         self._notice_writes()  # before the step, which changes the version of the cache
-        self._is_newer[slots] = True
+        self._note_newer(slots)
         return slots
 
     def end_step(self) -> None:
@@ -259,18 +277,58 @@ class CachedParamMgr:
         self._is_newer |= self.in_flight.has_grad()  # a loop of the user may write through `data`
         slots = self._is_newer.nonzero().flatten()
         self._write_back(slots, self.row_of[slots])
+        self._table.finish()
+
+    def flush_at_end(self) -> None:
+        """Write the rows that steps have changed to a table in a file, unless a step was interrupted."""
+        if self._table.is_own and not self.states.is_stepping:
+            self.flush()
+            self._table.warn_if_deleted(self.name)
+
+    def close(self) -> None:
+        """Release the file of a table, which cannot be used afterwards."""
+        self._table.release()
 
     @torch.no_grad()
-    def replace_table(self, weight: Tensor) -> None:
-        """Use another table from now on, and read the cached rows from it.
+    def load(self, weight: Tensor) -> None:
+        """Replace the values of the table, a block at a time; the cache notices it by the table's version.
 
         Args:
-            weight: The table, (rows, dim), of the data type of the cache.
+            weight: The values, (rows, dim).
         """
         assert weight.shape == (self.num_rows, self.dim)
         self.flush()
-        self._set_table(weight)
+        self._table.load(weight)
+
+    @torch.no_grad()
+    def replace_table(self, weight: Tensor) -> None:
+        """Use another table from now on, and read the cached rows from it; a table in a file is loaded.
+
+        Args:
+            weight: The table, (rows, dim).
+        """
+        if self._table.path is not None:
+            self.load(weight)
+            return
+        assert weight.shape == (self.num_rows, self.dim)
+        self.flush()
+        self._set_table(weight.to(self.param.dtype))
         self._refresh()
+
+    def check_castable(self, cast: Callable[[Tensor], Tensor]) -> None:
+        """Check that the table can have the data type that a function gives to the cache.
+
+        Raises:
+            RuntimeError: The table is in a file of another type.
+        """
+        if self._table.path is None:
+            return
+        dtype = cast(torch.empty_like(self.param[:0])).dtype
+        if dtype != self.param.dtype:
+            raise RuntimeError(
+                f"{self.name} is in a file of type {self.param.dtype}, which is not cast to {dtype}: make a "
+                f"module with dtype={dtype} and another weight_path, and load the state_dict() of this one"
+            )
 
     @torch.no_grad()
     def rebind(self, param: nn.Parameter) -> None:
@@ -282,8 +340,8 @@ class CachedParamMgr:
         self.param = param
         self.in_flight.set_param(param)
         setattr(param, CACHED_ROWS_OF, self.name)
-        if self._table.dtype != param.dtype:
-            self._set_table(self._table.to(param.dtype))
+        if self._table.tensor.dtype != param.dtype:
+            self._set_table(self._table.tensor.to(param.dtype))
         self._refresh()
 
     def set_async_copy(self, async_copy: bool) -> None:
@@ -300,7 +358,16 @@ class CachedParamMgr:
         )
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state of a copy: batches and optimizers stay with the original."""
+        """Return the state of a copy: batches and optimizers stay with the original.
+
+        Raises:
+            RuntimeError: The table is in a file.
+        """
+        if self._table.path is not None:
+            raise RuntimeError(
+                f"{self.name} is in the file {self._table.path}, which a copy cannot share: make a module "
+                "with another weight_path, and load the state_dict() of this one"
+            )
         self.flush()
         state = vars(self).copy()
         del state["states"], state["in_flight"]
@@ -322,10 +389,13 @@ class CachedParamMgr:
             )
         return on_accelerator if pin_weight is None else pin_weight and on_accelerator
 
-    def _set_table(self, weight: Tensor) -> None:
-        table = weight.detach().cpu().contiguous()
-        self._table = table.pin_memory() if self._pins_weight else table
-        self._is_exposed, self._requires_grad = False, self._table.requires_grad
+    def _set_table(self, weight: Tensor | TableFile) -> None:
+        if isinstance(weight, Tensor):
+            table = weight.detach().cpu().contiguous()
+            self._table = HostRows(table.pin_memory() if self._pins_weight else table)
+        else:
+            self._table = weight
+        self._is_exposed, self._requires_grad = False, self._table.tensor.requires_grad
 
     def _notice_writes(self) -> None:
         """Compare the version counters of the cache and the table; see [Note: newer copies].
@@ -334,7 +404,8 @@ class CachedParamMgr:
             RuntimeError: The table was changed while the cache had newer rows.
         """
         changed = self.in_flight.take_changed()
-        if self._table._version != self._table_version:  # it was handed out after the cache was written back
+        if self._table.tensor._version != self._table_version:
+            # It was handed out after the cache was written back.
             num_newer = int(self._is_newer.sum())
             self._refresh()
             if num_newer:
@@ -343,14 +414,22 @@ class CachedParamMgr:
                     "which keep their values: read the attribute `weight` again before each change"
                 )
         else:
-            self._is_newer[changed] = True
+            if changed.numel():
+                self._note_newer(changed)
             if self.param._version != self._param_version:
                 self._check_foreign_writes()
-                self._is_newer |= self.in_flight.has_grad()
+                self._note_newer(self.in_flight.has_grad().nonzero().flatten())
                 self._param_version = self.param._version
             if self._is_exposed:
                 self._refresh()
-        self._is_exposed = False
+        if self._is_exposed:
+            self._table.release_memory()
+            self._is_exposed = False
+
+    def _note_newer(self, slots: Tensor) -> None:
+        """Note that rows of the cache are newer than the table."""
+        self._is_newer[slots] = True
+        self._table.begin_change()
 
     def _check_foreign_writes(self) -> None:
         """Check that rows without a gradient are as in the table, after writes without a known optimizer.
@@ -361,7 +440,7 @@ class CachedParamMgr:
         others = (self.row_of >= 0) & ~self._is_newer & ~self.in_flight.has_grad()
         slots = others.nonzero().flatten()
         cached = self.param.data[slots.to(self.param.device)].cpu()
-        if torch.equal(cached.nan_to_num(), self._table.detach()[self.row_of[slots]].nan_to_num()):
+        if torch.equal(cached.nan_to_num(), self._table.read(self.row_of[slots]).nan_to_num()):
             return
         self._refresh()
         raise RuntimeError(
@@ -371,17 +450,18 @@ class CachedParamMgr:
 
     def _notice_freezing(self) -> None:
         """Let the cache follow `weight.requires_grad`."""
-        if self._table.requires_grad != self._requires_grad:
-            self._requires_grad = self._table.requires_grad
+        if self._table.tensor.requires_grad != self._requires_grad:
+            self._requires_grad = self._table.tensor.requires_grad
             self.param.requires_grad_(self._requires_grad)
 
     def _remember_versions(self) -> None:
-        self._param_version, self._table_version = self.param._version, self._table._version
+        self._param_version, self._table_version = self.param._version, self._table.tensor._version
 
     def _refresh(self) -> None:
         """Read all cached rows again, but those that are newer than the table."""
         slots = ((self.row_of >= 0) & ~self._is_newer).nonzero().flatten()
-        self._read_values(slots, self.row_of[slots])
+        for piece, rows in self._pieces(slots, self.row_of[slots]):
+            self._read_values(piece, rows)
         self._remember_versions()
 
     def _move(self, exchange: RowExchange) -> int:
@@ -391,10 +471,15 @@ class CachedParamMgr:
         self._write_back(left_slots, leaving)
         if exchange.entering.numel():
             begin = perf_counter()
-            # After the write-back: the entering rows take the slots of the leaving ones, states with them.
-            for slots, rows in self._pieces(exchange.slots, exchange.entering):
-                self._read_values(slots, rows)
-                self.states.read(slots, rows)
+            try:
+                # After the write-back: the entering rows take the slots of the leaving ones.
+                self._slots.apply(exchange)
+                for slots, rows in self._pieces(exchange.slots, exchange.entering):
+                    self._read_values(slots, rows)
+                    self.states.read(slots, rows)
+            except BaseException:  # an interrupt, too: no slot may have the values of another row
+                self._slots.drop(exchange)
+                raise
             self._seconds_in += perf_counter() - begin
             self._bytes_in += exchange.entering.numel() * self._row_bytes
         return leaving.numel()
@@ -406,17 +491,16 @@ class CachedParamMgr:
         begin = perf_counter()
         for piece, piece_rows in self._pieces(slots, rows):
             values = self.param.data.index_select(0, piece.to(self.param.device)).cpu()
-            self._table.detach().index_copy_(0, piece_rows, values)
+            self._table.write(piece_rows, values)
             self.states.write_back(piece, piece_rows)
         self._is_newer[slots] = False
         self._seconds_out += perf_counter() - begin
         self._bytes_out += slots.numel() * self._row_bytes
-        self._table_version = self._table._version
 
     def _read_values(self, slots: Tensor, rows: Tensor) -> None:
         """Read rows of the table into slots; `data` has no version counter that a graph would compare."""
         device = self.param.device
-        values = self._table.detach().index_select(0, rows)
+        values = self._table.read(rows)
         if self._pins_weight:
             values = values.pin_memory()
         values = values.to(device, non_blocking=self.async_copy)
@@ -424,9 +508,9 @@ class CachedParamMgr:
 
     def _pieces(self, slots: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Cut slots and rows into pieces of `buffer_size`."""
-        size = self.buffer_size or max(len(slots), 1)
+        size = self.buffer_size or max(_PIECE_BYTES // max(self._row_bytes, 1), 1)
         return zip(slots.split(size), rows.split(size), strict=True)
 
     @property
     def _row_bytes(self) -> int:
-        return self.dim * self._table.element_size()
+        return self.dim * self.param.element_size()

@@ -3,7 +3,8 @@
 [Note: states of rows]
 An optimizer is given the cache, a parameter (slots, dim), and makes states of its shape. A state belongs to
 the row that is in its slot: it leaves and returns with the row. `RowStates` has the states of all rows in
-tables of the host, and torch's hooks of `step`, `state_dict` and `load_state_dict`:
+tables of the host, in memory or in files as the table is, and torch's hooks of `step`, `state_dict` and
+`load_state_dict`:
 
 - before a step the optimizer is checked, rows with a gradient are marked as changed, and a sparse gradient is
   coalesced, except for SGD, which does not do so itself ([Note: order of sums]).
@@ -15,7 +16,7 @@ process, and are removed with the table.
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._in_flight import InFlight
 from colossalai.nn.optimizer import RowWiseAdagrad
 
@@ -54,6 +56,9 @@ class CachedRows(Protocol):
     def is_table(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the table."""
 
+    def new_rows(self, shape: Sequence[int], dtype: torch.dtype) -> HostRows:
+        """Return zeros, (rows, ...), where the table is."""
+
     def check_table_grad(self) -> None:
         """Check that the table has no gradient."""
 
@@ -77,23 +82,29 @@ class RowStates:
     def __init__(self, cache: CachedRows, name: str) -> None:
         self._cache = weakref.ref(cache)
         self._name = name
-        self._tables: weakref.WeakKeyDictionary[Optimizer, States] = weakref.WeakKeyDictionary()
+        self._tables: weakref.WeakKeyDictionary[Optimizer, dict[str, HostRows]] = weakref.WeakKeyDictionary()
         self._touched: Tensor | None = None  # the slots with a gradient in the current step
+        self._updates_at_once = True  # the current step writes to the cache once
         for register, hook in (
             (register_optimizer_step_pre_hook, RowStates._before_step),
             (register_optimizer_step_post_hook, RowStates._after_step),
         ):
             weakref.finalize(self, register(_weakly(self, hook)).remove).atexit = False
 
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a step is in progress that changes the cache in parts."""
+        return self._touched is not None and not self._updates_at_once
+
     def write_back(self, slots: Tensor, rows: Tensor) -> None:
         """Write the states in slots to their rows of the tables."""
         for cached, table in self._pairs():
-            table.index_copy_(0, rows, cached.index_select(0, slots.to(cached.device)).to(table.device))
+            table.write(rows, cached.index_select(0, slots.to(cached.device)).cpu())
 
     def read(self, slots: Tensor, rows: Tensor) -> None:
         """Read the states of rows into slots."""
         for cached, table in self._pairs():
-            values = table.index_select(0, rows).to(cached.device)
+            values = table.read(rows).to(cached.device)
             cached.index_copy_(0, slots.to(cached.device), values)
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -126,10 +137,10 @@ class RowStates:
             if key in tables or not isinstance(value, Tensor) or not value.dim():
                 continue
             if len(value) == cache.num_rows:  # loaded, or the cache has all rows
-                table = value.detach().clone(memory_format=torch.contiguous_format).cpu()
-                tables[key] = table
+                tables[key] = cache.new_rows(value.shape, value.dtype)
+                tables[key].load(value.detach())
                 if num_slots < cache.num_rows:  # else each row has the slot of its number
-                    states[key] = table.index_select(0, cache.row_of.clamp(min=0)).to(value.device)
+                    states[key] = tables[key].read(cache.row_of.clamp(min=0)).to(value.device)
             elif not has_stepped and bool((value == value[:1]).all()):  # as the optimizer has made it
                 states[key] = value[:1].repeat(num_slots, *(1 for _ in value.shape[1:]))
                 tables[key] = self._table_of(key, value, untouched=value)
@@ -151,6 +162,7 @@ class RowStates:
         group = self._group_of_cache(optimizer)
         if group is None:
             return
+        self._touched = None  # an earlier step may have been interrupted
         cache.check_table_grad()
         if any(each is not None for each in (*args[1:], *kwargs.values())):  # args[0] is the optimizer
             raise ValueError(
@@ -163,6 +175,7 @@ class RowStates:
         if grad is None:
             return
         self._touched = cache.begin_step()
+        self._updates_at_once = type(optimizer) in _ROW_WISE
         if grad.is_sparse and not isinstance(optimizer, SGD):
             # One entry a row, so that the optimizer's own `coalesce` adds nothing. SGD has none: it adds the
             # entries in the order of the batch.
@@ -176,11 +189,12 @@ class RowStates:
         self._touched = None
         cache.end_step()
 
-    def _table_of(self, key: str, value: Tensor, *, untouched: Tensor) -> Tensor:
+    def _table_of(self, key: str, value: Tensor, *, untouched: Tensor) -> HostRows:
         """Return a table of the value that a state begins with, which is in the untouched slots."""
         cache = self._alive()
+        table = cache.new_rows((cache.num_rows, *value.shape[1:]), value.dtype)
         if not len(untouched):
-            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype, device="cpu")
+            return table
         first = untouched[0]
         if not bool((untouched == first).all()):
             raise ValueError(
@@ -188,9 +202,9 @@ class RowStates:
                 f"outside of the cache of {self._name} are unknown: load a state_dict() of the whole table, "
                 "or begin with a new optimizer"
             )
-        if not first.any():
-            return torch.zeros((cache.num_rows, *value.shape[1:]), dtype=value.dtype, device="cpu")
-        return first.cpu().expand(cache.num_rows, *first.shape).clone()
+        if first.any():
+            table.load(first.expand(cache.num_rows, *first.shape))
+        return table
 
     def _fill_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         """Put the states of all rows into the result of `optimizer.state_dict()`."""
@@ -202,7 +216,8 @@ class RowStates:
         # Also rows that are not newer than the table: it costs little here, and needs no mark.
         slots = (cache.row_of >= 0).nonzero().flatten()
         self.write_back(slots, cache.row_of[slots])
-        state_dict["state"][index] = {**state_dict["state"][index], **tables}
+        wholes = {key: table.tensor for key, table in tables.items()}
+        state_dict["state"][index] = {**state_dict["state"][index], **wholes}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Take the states of all rows that `optimizer.load_state_dict` has loaded."""
@@ -232,7 +247,7 @@ class RowStates:
         assert cache is not None, "the cache owns its states"
         return cache
 
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
+    def _pairs(self) -> Iterator[tuple[Tensor, HostRows]]:
         """Yield each state of the cache with its table."""
         cache = self._alive()
         for optimizer, tables in self._tables.items():

@@ -127,33 +127,50 @@ class SlotMap:
                 f"from 0 to {self.num_rows - 1}"
             )
 
-    def use(self, ids: Tensor) -> tuple[Tensor, RowExchange, int]:
-        """Give a slot to each row of a batch, and evict rows that the strategy puts first.
+    def plan(self, ids: Tensor) -> RowExchange:
+        """Return which rows enter for a batch, and which leave: those that the strategy puts first.
 
         Args:
             ids: (n,), int64, the ids of the batch, in range; with duplicates.
 
-        Returns:
-            The slots, (n,); the rows that enter and leave; the number of distinct rows.
-
         Raises:
-            RuntimeError: The batch has more distinct rows than there are slots that are not pinned. The map
-                is unchanged.
+            RuntimeError: The batch has more distinct rows than there are slots that are not pinned.
         """
         slots = self.slots_of(ids)
         missing = ids[slots < 0]
         entering = missing.unique() if missing.numel() else missing
-        # Raises before anything is changed: a batch that does not fit leaves the map as it was.
-        exchange = self._make_room(entering, present=slots[slots >= 0])
-        if entering.numel():
-            slots = self.slots_of(ids)
+        return self._make_room(entering, present=slots[slots >= 0])
+
+    def apply(self, exchange: RowExchange) -> None:
+        """Give slots to the rows that enter."""
+        self.num_moves += 1
+        self._slot_of[exchange.leaving] = _EMPTY
+        self.row_of[exchange.slots] = exchange.entering
+        self._slot_of[exchange.entering] = exchange.slots.to(torch.int32)
+
+    def drop(self, exchange: RowExchange) -> None:
+        """Empty the slots of rows whose values have not come, after an interrupted `apply`, too."""
+        self._slot_of[exchange.leaving] = _EMPTY
+        self._slot_of[exchange.entering] = _EMPTY
+        self.row_of[exchange.slots] = _EMPTY
+
+    def count(self, ids: Tensor) -> tuple[Tensor, int]:
+        """Count the uses of the rows of a batch, all of which have slots.
+
+        Args:
+            ids: (n,), int64, the ids of the batch, with duplicates.
+
+        Returns:
+            The slots, (n,), and the number of distinct rows.
+        """
+        slots = self.slots_of(ids)
         self._batch += 1
         self._num_batches[ids] = self._num_batches[ids] + 1  # once for duplicates: equal values are assigned
         self._last_batch[slots] = self._batch
-        return slots, exchange, self._count_distinct(slots)
+        return slots, self._count_distinct(slots)
 
-    def fill(self, num_rows: int) -> RowExchange:
-        """Give empty slots to the most frequent rows.
+    def plan_filling(self, num_rows: int) -> RowExchange:
+        """Return an exchange that gives empty slots to the most frequent rows.
 
         Args:
             num_rows: Number of rows to cache, at most; fewer if there are fewer empty slots.
@@ -205,7 +222,7 @@ class SlotMap:
         self._slot_of[row] = slot
 
     def _make_room(self, entering: Tensor, *, present: Tensor) -> RowExchange:
-        """Evict as many rows as enter, less the empty slots; those in the slots `present` stay."""
+        """Choose as many rows to leave as enter, less the empty slots; those in the slots `present` stay."""
         if not entering.numel():
             return RowExchange(entering, entering, entering, entering)
         # Rows of this batch stay as those of earlier ones do, or its own rows would evict each other.
@@ -214,20 +231,13 @@ class SlotMap:
         num_free = self.num_slots - int(kept.sum())
         if entering.numel() > num_free:
             self._raise_overflow(entering.numel(), present.unique().numel(), num_kept=int(kept.sum()))
-        self.num_moves += 1
         if self.num_slots == self.num_rows:
-            self.row_of[entering] = entering
-            self._slot_of[entering] = entering.to(torch.int32)
             return RowExchange(entering, entering, entering[:0], entering[:0])
         # Empty slots come first, kept ones last, and there are enough of the others.
         priority = self._priorities().masked_fill_(kept, _KEPT)
         slots = priority.topk(entering.numel(), largest=False, sorted=False).indices
         rows = self.row_of[slots]
-        left_slots, leaving = slots[rows != _EMPTY], rows[rows != _EMPTY]
-        self._slot_of[leaving] = _EMPTY
-        self.row_of[slots] = entering
-        self._slot_of[entering] = slots.to(torch.int32)
-        return RowExchange(slots, entering, left_slots, leaving)
+        return RowExchange(slots, entering, slots[rows != _EMPTY], rows[rows != _EMPTY])
 
     def _priorities(self) -> Tensor:
         """Return a number for each slot; the smallest are evicted first, empty slots before all others."""

@@ -1,15 +1,21 @@
 """Base of embeddings with a cached table: the trained parameter is a cache, `weight` the whole table."""
 
+import operator
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from colossalai.logging import get_dist_logger
+from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr
 from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding._table_file import TableFile
 
 
 @dataclass(frozen=True)
@@ -46,6 +52,7 @@ class CachedTable(nn.Module):
         max_norm: Refused; it would change rows in the forward.
         sparse: Whether gradients are sparse.
         weight: The table; None for one of normal random values, as torch's embeddings draw them.
+        weight_path: File of the table, which is used in place if it is there; None for host memory.
         dtype: Data type of the table. Default: torch's default.
         device: Device of the cache. Default: torch's default device.
         options: Options of the cache.
@@ -55,6 +62,9 @@ class CachedTable(nn.Module):
         ValueError: An argument is out of range, or `max_norm` is given.
     """
 
+    _at_end: "weakref.finalize[..., CachedTable] | None" = None  # for a table in a file
+
+    @torch.inference_mode(False)  # else no version of a tensor is counted
     def __init__(
         self,
         num_embeddings: int,
@@ -64,6 +74,7 @@ class CachedTable(nn.Module):
         max_norm: float | None,
         sparse: bool,
         weight: Tensor | None,
+        weight_path: str | Path | None,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
         options: CacheOptions,
@@ -83,30 +94,34 @@ class CachedTable(nn.Module):
                 f"_weight has the shape {tuple(weight.shape)}; it must be (num_embeddings, embedding_dim), "
                 f"({num_embeddings}, {embedding_dim})"
             )
-        self.num_embeddings = num_embeddings
-        self.embedding_dim = embedding_dim
+        self.num_embeddings = num_embeddings = operator.index(num_embeddings)
+        self.embedding_dim = embedding_dim = operator.index(embedding_dim)
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sparse = sparse
         self.cache_ratio = options.cache_ratio
         self.cache_op = True
-        if weight is None:
-            weight = torch.empty(num_embeddings, embedding_dim, dtype=dtype, device="cpu")
-            nn.init.normal_(weight)
-            if self.padding_idx is not None:
-                weight[self.padding_idx].zero_()
-        self.cache_weight_mgr = CachedParamMgr(
-            weight,
-            options.num_slots(num_embeddings, least=1 if padding_idx is None else 2),
-            options.buffer_size,
-            options.pin_weight,
-            options.evict_strategy,
-            device=device,
-            fixed=self.padding_idx,
-            name=name or f"{kind}({num_embeddings}, {embedding_dim})",
-        )
-        # Registered directly: the class has a property of this name, which is the whole table.
-        self._parameters["weight"] = self.cache_weight_mgr.param
-        self.cache_weight_mgr.reorder(options.ids_freq_mapping, options.warmup_ratio)
+        name = name or f"{kind}({num_embeddings}, {embedding_dim})"
+        table = self._open_table(weight, weight_path, dtype, name)
+        try:
+            self.cache_weight_mgr = CachedParamMgr(
+                table,
+                options.num_slots(num_embeddings, least=1 if padding_idx is None else 2),
+                options.buffer_size,
+                options.pin_weight,
+                options.evict_strategy,
+                device=device,
+                fixed=self.padding_idx,
+                name=name,
+            )
+            # Registered directly: the class has a property of this name, which is the whole table.
+            self._parameters["weight"] = self.cache_weight_mgr.param
+            self.cache_weight_mgr.reorder(options.ids_freq_mapping, options.warmup_ratio)
+        except BaseException:
+            if isinstance(table, TableFile):
+                table.discard()
+            raise
+        if isinstance(table, TableFile):
+            self._at_end = weakref.finalize(self, self.cache_weight_mgr.flush_at_end)  # or of the process
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
@@ -176,6 +191,15 @@ class CachedTable(nn.Module):
         """Log hits, misses and the rows that moved so far."""
         self.cache_weight_mgr.print_comm_stats()
 
+    def close(self) -> None:
+        """Write the newest rows to the file of the table, if it has one, and release the file.
+
+        The end of the module does so, too, which a notebook can delay. The module cannot be used afterwards.
+        """
+        if self._at_end is not None:
+            self._at_end()
+            self.cache_weight_mgr.close()
+
     def element_size(self) -> int:
         """Return the bytes of an element of the table."""
         return self.cache_weight_mgr.param.element_size()
@@ -189,11 +213,7 @@ class CachedTable(nn.Module):
 
     def _look_up_eagerly(self, ids: Tensor, read: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
         cache = self.cache_weight_mgr
-        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
-            raise RuntimeError(
-                f"{cache.name} is in a job of {dist.get_world_size()} ranks, which have other rows in the "
-                "same slots, so their gradients cannot be averaged: train it in one process"
-            )
+        self._check_ranks(cache.name)
         if self._parameters.get("weight") is not cache.param:
             raise RuntimeError(
                 f"the parameter of {cache.name} was replaced, which is a cache of some rows: write to the "
@@ -205,17 +225,76 @@ class CachedTable(nn.Module):
         cache.in_flight.follow(output, slots, is_prepared=not self.cache_op)
         return output
 
+    def _open_table(
+        self, weight: Tensor | None, path: str | Path | None, dtype: torch.dtype | None, name: str
+    ) -> Tensor | TableFile:
+        """Return the table with its values.
+
+        Raises:
+            ValueError: Values are given for a file that has some.
+        """
+        shape = (self.num_embeddings, self.embedding_dim)
+        if path is None:
+            if weight is None:
+                weight = torch.empty(shape, dtype=dtype, device="cpu")
+                self._draw(HostRows(weight))
+            return weight
+        self._check_ranks(name)
+        table = TableFile(
+            path, shape, (dtype or torch.get_default_dtype()) if weight is None else weight.dtype
+        )
+        if not table.is_new:
+            if weight is not None:
+                table.release()
+                raise ValueError(
+                    f"{table.path} has a table, and from_pretrained or _weight give values for a new one: "
+                    "leave them out, load them with load_state_dict, or delete the file"
+                )
+            state = ", which is unfinished: load a checkpoint" if table.is_unfinished else ""
+            get_dist_logger().info(f"{name} goes on with the table in {table.path}{state}", ranks=[0])
+            return table
+        try:
+            if weight is None:
+                self._draw(table)
+            else:
+                table.load(weight)
+            table.finish()
+        except BaseException:
+            table.discard()
+            raise
+        return table
+
+    def _draw(self, rows: HostRows) -> None:
+        rows.fill_normal()
+        if self.padding_idx is not None:
+            rows.tensor[self.padding_idx].zero_()
+
+    @staticmethod
+    def _check_ranks(name: str) -> None:
+        """Check that the job has one rank.
+
+        Raises:
+            RuntimeError: The job has several.
+        """
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"{name} is in a job of {dist.get_world_size()} ranks, which have other rows in the "
+                "same slots, so their gradients cannot be averaged: train it in one process"
+            )
+
     @property
     def _padding_slot(self) -> int | None:
         return self.cache_weight_mgr.padding_slot
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the cache; the table is cast with it and stays in host memory."""
-        self.cache_weight_mgr.flush()  # `fn` may return other values, such as those of `to_empty`
+        cache = self.cache_weight_mgr
+        cache.check_castable(fn)
+        cache.flush()  # `fn` may return other values, such as those of `to_empty`
         super()._apply(fn, recurse)
         param = self._parameters["weight"]
         assert param is not None
-        self.cache_weight_mgr.rebind(param)
+        cache.rebind(param)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
@@ -256,10 +335,9 @@ class CachedTable(nn.Module):
                 f"the shape of the table is {shape}."
             )
         elif local_metadata.get("assign_to_params_buffers", False):
-            self.cache_weight_mgr.replace_table(loaded.to(self.cache_weight_mgr.param.dtype))
+            self.cache_weight_mgr.replace_table(loaded)
         else:
-            with torch.no_grad():
-                self.weight.copy_(loaded)
+            self.cache_weight_mgr.load(loaded)
 
     def extra_repr(self) -> str:
         """Return the arguments in one line."""

@@ -11,7 +11,13 @@ from colossalai.nn.layer.cached_embedding import CachedEmbeddingBag
 from colossalai.nn.optimizer import RowWiseAdagrad
 
 NUM_ROWS, DIM = 400, 8
-OWN = ("evict_strategy", "ids_freq_mapping", "buffer_size", "name")  # options that torch's lacks
+OWN = (
+    "evict_strategy",
+    "ids_freq_mapping",
+    "buffer_size",
+    "weight_path",
+    "name",
+)  # options that torch's lacks
 
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda params: SGD(params, lr=0.1),

@@ -56,9 +56,13 @@ def test_rows_in_slots(data: st.DataObject, strategy: EvictionStrategy, num_slot
             with pytest.raises(
                 RuntimeError, match=f"{len(set(ids.tolist()))} distinct ids .* {num_slots} rows"
             ):
-                slots.use(ids)
+                slots.plan(ids)
             continue
-        used, exchange, num_distinct = slots.use(ids)
+        before = slots.row_of.clone()
+        exchange = slots.plan(ids)
+        assert torch.equal(slots.row_of, before)
+        slots.apply(exchange)
+        used, num_distinct = slots.count(ids)
         left = set(exchange.leaving.tolist())
         model.use(set(ids.tolist()), pinned_rows, left, time=time, num_slots=num_slots)
         assert num_distinct == len(set(ids.tolist()))
@@ -82,10 +86,10 @@ def test_rows_in_slots(data: st.DataObject, strategy: EvictionStrategy, num_slot
 def test_the_most_frequent_rows_fill_it(fixed: int | None) -> None:
     slots = SlotMap(NUM_ROWS, 5, strategy=EvictionStrategy.LFU, fixed=fixed)
     slots.order_by(torch.tensor([5, 9, 1, 1, 8, 7, 0, 0, 0, 0, 0, 6]))
-    slots.fill(4)
+    slots.apply(slots.plan_filling(4))
     wanted = [row for row in (1, 4, 5, 11, 0) if row != fixed][:4]
     assert sorted(row for row in slots.row_of.tolist() if row not in (-1, fixed)) == sorted(wanted)
     slots.clear()
     assert slots.num_empty == (5 if fixed is None else 4)
-    slots.use(torch.tensor([1, 2, 3, 4]))
+    slots.apply(slots.plan(torch.tensor([1, 2, 3, 4])))
     assert slots.num_empty == (1 if fixed is None else 0)
