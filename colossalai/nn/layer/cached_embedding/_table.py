@@ -128,7 +128,7 @@ class CachedTable(nn.Module):
         """Return a module with a given table.
 
         Args:
-            embeddings: The table, (rows, dim), used in place.
+            embeddings: The table, (rows, dim), used in place, or copied to a new file at `weight_path`.
             freeze: Whether it is not trained.
             options: Arguments of the class.
 
@@ -143,7 +143,7 @@ class CachedTable(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole table, (num_embeddings, embedding_dim), in host memory, with the newest values.
+        """The whole table, (num_embeddings, embedding_dim), in host memory or a file, with the newest values.
 
         The parameter that is trained, `cache_weight_mgr.param`, is a cache of it. The table can be changed in
         place before the next step.
@@ -197,7 +197,8 @@ class CachedTable(nn.Module):
         The end of the module does so, too, which a notebook can delay. The module cannot be used afterwards.
         """
         if self._at_end is not None:
-            self._at_end()
+            self.cache_weight_mgr.flush_at_end()
+            self._at_end.detach()  # a flush that has failed is tried again at the end
             self.cache_weight_mgr.close()
 
     def element_size(self) -> int:

@@ -71,7 +71,7 @@ class TableFile(FileRows):
         mark = _FILLING if is_made else self._read_mark()
         self.is_new = self._is_discardable = mark == _FILLING
         self.is_unfinished = mark not in (_FILLING, _FINISHED)
-        self._mark = ""
+        self._mark = "" if is_made else mark
         self._set_mark(mark)
 
     @property
@@ -232,8 +232,11 @@ class TableFile(FileRows):
             ValueError: The file has another table, or none.
         """
         try:
+            with self.path.open("rb") as file:
+                length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
             with safe_open(self.path, "pt") as opened:
                 is_own = [*opened.keys()] == [KEY] and "rows" in (opened.metadata() or {})
+                is_own = is_own and length == PAGE - _LENGTH_BYTES  # not a copy that another program made
                 entry = opened.get_slice(KEY) if is_own else None
                 found = entry and (tuple(entry.get_shape()), entry.get_dtype())
         except SafetensorError:

@@ -1,9 +1,11 @@
 """A bag of torch and a cached one from the same seed, optimizers, and batches of ids by a power law."""
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 
@@ -35,6 +37,11 @@ def make_pair(cache_ratio: float = 0.2, **options: Any) -> tuple[nn.EmbeddingBag
     reference = nn.EmbeddingBag(NUM_ROWS, DIM, **options)
     torch.manual_seed(0)
     return reference, CachedEmbeddingBag(NUM_ROWS, DIM, cache_ratio=cache_ratio, **options, **own)
+
+
+def weights_of(path: Path) -> torch.Tensor:
+    """Return the table of a file as another program reads it."""
+    return load_file(path)["weight"]
 
 
 def batches(number: int, shape: tuple[int, int] = (6, 4), *, seed: int = 0) -> Iterator[Tensor]:
