@@ -17,6 +17,7 @@ ROUNDS = ("--rounds", "2")
 BY_HAND = {"fused_parts", "matmul", "nvme", "rank_settings", "start_time"}
 ALONE = (
     "cached_embedding",
+    "cached_embedding_step",
     *("adam", "adapters", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share"),
     *(
         "one_request",
@@ -80,6 +81,9 @@ SMALLEST = {
         "--rounds",
         "1",
         "--unlimited",
+    ),
+    "cached_embedding_step": (
+        *("--rows", "20000", "--dim", "8", "--bags", "64", "--steps", "4", "--products", "0", *ROUNDS),
     ),
     "bfloat16": ("--sizes", "16", "--isas", "AVX2", *ROUNDS),
     "chat": (

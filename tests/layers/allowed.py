@@ -37,6 +37,10 @@ STATE = {
         "_listeners",
     ): "a script of its own on another host: its process",
     (
+        "nn/layer/cached_embedding/_table.py",
+        "_IN_FILES",
+    ): "caches whose newest rows are written at the end of the process; held weakly",
+    (
         "tensor/_box.py",
         "_is_tiled",
     ): "kept results: a run saves the same boxes again and again",

@@ -1,6 +1,6 @@
 """`torch.nn.EmbeddingBag` with a cached table."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding._slots import CacheOverflowError, EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table import CachedTable, CacheOptions
 
 _MODES = ("sum", "mean", "max")
@@ -47,6 +47,8 @@ class CachedEmbeddingBag(CachedTable):
         weight_path: File of the table, in the format of safetensors under the name "weight". The table is
             trained in place and can be larger than the memory, with states of the optimizer in files of the
             same folder. An existing file keeps its values. Default: host memory.
+        overflow: Effect of a batch with more distinct ids than the cache holds: "error", or "split" to
+            compute it in parts where no gradient is needed.
         name: Name of the table in error messages.
 
     Raises:
@@ -75,6 +77,7 @@ class CachedEmbeddingBag(CachedTable):
         evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
         *,
         weight_path: str | Path | None = None,
+        overflow: str = "error",
         name: str = "",
     ) -> None:
         if mode not in _MODES:
@@ -93,7 +96,7 @@ class CachedEmbeddingBag(CachedTable):
             dtype=dtype,
             device=device,
             options=CacheOptions(
-                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy
+                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy, overflow
             ),
             name=name,
         )
@@ -125,18 +128,42 @@ class CachedEmbeddingBag(CachedTable):
             ValueError: An id is out of range.
             RuntimeError: The batch has more distinct ids than the cache holds.
         """
+        output = self._reduce(input, offsets, per_sample_weights)
+        return output if shape_hook is None else shape_hook(output)
+
+    def _reduce(self, input: Tensor, offsets: Tensor | None, factors: Tensor | None) -> Tensor:
         reduce = partial(
             F.embedding_bag,
             offsets=offsets,
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             sparse=self.sparse,
-            per_sample_weights=per_sample_weights,
+            per_sample_weights=factors,
             include_last_offset=self.include_last_offset,
             padding_idx=self._padding_slot,
         )
-        output = self._look_up(input, reduce)
-        return output if shape_hook is None else shape_hook(output)
+        try:
+            return self._look_up(input, reduce)
+        except CacheOverflowError as error:
+            num_bags = len(input if offsets is None else offsets) - (
+                offsets is not None and self.include_last_offset
+            )
+            self._check_split(error, has_parts=num_bags > 1, factors=factors)
+            _check_offsets(offsets, num_ids=len(input))
+        return torch.cat(
+            [self._reduce(*part) for part in self._halves(input, offsets, factors, num_bags // 2)]
+        )
+
+    def _halves(
+        self, input: Tensor, offsets: Tensor | None, factors: Tensor | None, middle: int
+    ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+        """Yield the arguments of the bags before the one of number `middle`, and of the others."""
+        cut = middle if offsets is None else int(offsets[middle])
+        first, second = None, None
+        if offsets is not None:
+            first, second = offsets[: middle + self.include_last_offset], offsets[middle:] - cut
+        yield input[:cut], first, None if factors is None else factors[:cut]
+        yield input[cut:], second, None if factors is None else factors[cut:]
 
     def extra_repr(self) -> str:
         """Return the arguments in one line."""
@@ -145,3 +172,18 @@ class CachedEmbeddingBag(CachedTable):
 
 FreqAwareEmbeddingBag = CachedEmbeddingBag
 """Older documented name of `CachedEmbeddingBag`."""
+
+
+def _check_offsets(offsets: Tensor | None, *, num_ids: int) -> None:
+    """Check that offsets are those of bags.
+
+    Raises:
+        ValueError: `offsets` do not rise from 0 to the number of ids.
+    """
+    if offsets is None:
+        return
+    ends = torch.cat([offsets[:1] * 0, offsets, offsets[:1] * 0 + num_ids])
+    if offsets[0] != 0 or (ends.diff() < 0).any():
+        raise ValueError(
+            f"offsets must rise from 0 to at most the number of ids, {num_ids}, and are {offsets.tolist()}"
+        )

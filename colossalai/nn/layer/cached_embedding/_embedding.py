@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding._slots import CacheOverflowError, EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table import CachedTable, CacheOptions
 
 
@@ -37,6 +37,8 @@ class CachedEmbedding(CachedTable):
         weight_path: File of the table, in the format of safetensors under the name "weight". The table is
             trained in place and can be larger than the memory, with states of the optimizer in files of the
             same folder. An existing file keeps its values. Default: host memory.
+        overflow: Effect of a batch with more distinct ids than the cache holds: "error", or "split" to
+            compute it in parts where no gradient is needed.
         name: Name of the table in error messages.
 
     Raises:
@@ -63,6 +65,7 @@ class CachedEmbedding(CachedTable):
         evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
         *,
         weight_path: str | Path | None = None,
+        overflow: str = "error",
         name: str = "",
     ) -> None:
         super().__init__(
@@ -76,7 +79,7 @@ class CachedEmbedding(CachedTable):
             dtype=dtype,
             device=device,
             options=CacheOptions(
-                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy
+                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy, overflow
             ),
             name=name,
         )
@@ -103,4 +106,10 @@ class CachedEmbedding(CachedTable):
             scale_grad_by_freq=self.scale_grad_by_freq,
             sparse=self.sparse,
         )
-        return self._look_up(input, gather)
+        try:
+            return self._look_up(input, gather)
+        except CacheOverflowError as error:
+            self._check_split(error, has_parts=input.numel() > 1)
+        halves = input.flatten().tensor_split(2)
+        # Not by calling the module, whose hooks are for the whole input.
+        return torch.cat([CachedEmbedding.forward(self, each) for each in halves]).view(*input.shape, -1)

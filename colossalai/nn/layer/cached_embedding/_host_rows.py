@@ -12,8 +12,11 @@ import mmap
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from colossalai.nn.optimizer import PAGE, StateFile
@@ -21,6 +24,7 @@ from colossalai.nn.optimizer import PAGE, StateFile
 _BLOCK_BYTES = 1 << 24  # copied at a time in a pass over all rows
 _BLOCK_NUMBERS = 1 << 22  # a multiple of 16
 _NUM_ANNOUNCED = 8192  # rows whose pages are read side by side
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class HostRows:
@@ -33,21 +37,24 @@ class HostRows:
         tensor: The rows; of a file, a tensor whose memory is the file.
         path: The file of a table in a file, else None.
         is_own: Whether this process may write them: a fork of the process that has opened a file may not.
+        is_in_file: Whether they are in a file, as tables and states can be.
     """
 
     path: Path | None = None
     is_own = True
+    is_in_file = False
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor
 
     def read(self, rows: Tensor) -> Tensor:
         """Return a copy of rows, (n, ...)."""
-        return self.tensor.detach().index_select(0, rows)
+        values = torch.from_numpy(_bits(self.tensor).take(rows.numpy(), axis=0))
+        return values.view(self.tensor.dtype).view(len(rows), *self.tensor.shape[1:])
 
     def write(self, rows: Tensor, values: Tensor) -> None:
-        """Replace rows."""
-        self.tensor.data.index_copy_(0, rows, values)  # `data`: the version counts the writes of others
+        """Replace rows; the version of the tensor counts the writes of others only."""
+        _bits(self.tensor)[rows.numpy()] = _bits(values)
 
     @torch.no_grad()
     def load(self, source: Tensor) -> None:
@@ -103,6 +110,8 @@ class FileRows(HostRows):
         offset: Offset of the first row, a multiple of `PAGE`.
     """
 
+    is_in_file = True
+
     def __init__(self, file: StateFile, shape: Sequence[int], dtype: torch.dtype, *, offset: int = 0) -> None:
         self._file = file
         self._offset = offset
@@ -120,10 +129,10 @@ class FileRows(HostRows):
             OSError: The file was cut.
         """
         self._file.check()
-        values = self._scattered.new_empty((len(rows), *self._scattered.shape[1:]))
+        values = torch.empty((len(rows), *self.tensor.shape[1:]), dtype=self.tensor.dtype, device="cpu")
         for part, out in zip(rows.split(_NUM_ANNOUNCED), values.split(_NUM_ANNOUNCED), strict=True):
             self._announce(part)
-            torch.index_select(self._scattered, 0, part, out=out)
+            np.take(_bits(self._scattered), part.numpy(), axis=0, out=_bits(out), mode="clip")
         return values
 
     def write(self, rows: Tensor, values: Tensor) -> None:
@@ -135,7 +144,7 @@ class FileRows(HostRows):
         self._file.check()
         for part, new in zip(rows.split(_NUM_ANNOUNCED), values.split(_NUM_ANNOUNCED), strict=True):
             self._announce(part)
-            self._scattered.index_copy_(0, part, new)
+            _bits(self._scattered)[part.numpy()] = _bits(new)
 
     def release_memory(self) -> None:
         """Release the memory of `tensor`; nothing is lost."""
@@ -166,3 +175,20 @@ class FileRows(HostRows):
         runs = zip((first[is_new] * PAGE).tolist(), (stop[is_last] * PAGE).tolist(), strict=True)
         for begin, end in runs:
             self._mapping.madvise(mmap.MADV_WILLNEED, begin, end - begin)
+
+
+def read_rows(table: HostRows, rows: Tensor) -> Tensor:
+    """Return a copy of rows of a table, (n, ...)."""
+    return table.read(rows)
+
+
+def write_rows(table: HostRows, rows: Tensor, values: Tensor) -> None:
+    """Replace rows of a table."""
+    table.write(rows, values)
+
+
+def _bits(tensor: Tensor) -> NDArray[Any]:
+    """Return the memory of a tensor, (rows, ...), as integers, (rows, width): numpy has no bfloat16."""
+    flat = tensor.detach().view(len(tensor), math.prod(tensor.shape[1:]))
+    bits: NDArray[Any] = flat.view(_BITS[tensor.element_size()]).numpy()
+    return bits

@@ -28,13 +28,20 @@ class _Batch:
     """Slots of the rows of a lookup; held by its graph until its backward.
 
     Args:
-        slots: The slots, with duplicates.
+        slots: The slots, without duplicates.
     """
 
     def __init__(self, slots: Tensor) -> None:
         self.slots = slots
         self.has_grad = False  # the gradient of the cache includes its own
         self.is_released = False
+
+
+class _Prepared(NamedTuple):
+    """A batch whose lookup is to come, and the slot of each of its ids."""
+
+    batch: _Batch
+    slots: Tensor
 
 
 class _Running(NamedTuple):
@@ -70,7 +77,7 @@ class InFlight:
         self.sums = SparseSums(slot_map)
         self._map = slot_map
         self._changed: list[Tensor] = []  # slots whose rows a loop without an optimizer can have changed
-        self._prepared: list[_Batch] = []  # rows were read, the lookup is to come
+        self._prepared: list[_Prepared] = []  # rows were read, the lookup is to come
         self._running: list[_Running] = []  # looked up, the backward is to come
         self._with_grad: list[_Batch] = []  # the step is to come
         self._applied: _Applied | None = None  # the gradient of the last step
@@ -94,14 +101,18 @@ class InFlight:
         self.release_discarded()
         return not (self._prepared or self._running or self._with_grad)
 
-    def prepare(self, slots: Tensor) -> None:
-        """Pin the rows of a lookup to come."""
-        batch = _Batch(slots.flatten().long().cpu())
-        self._map.pin(batch.slots)
-        self._prepared.append(batch)
+    def prepare(self, slots: Tensor, *, distinct: Tensor) -> None:
+        """Pin the rows of a lookup to come.
+
+        Args:
+            slots: The slot of each id.
+            distinct: The same slots without duplicates.
+        """
+        self._map.pin(distinct)
+        self._prepared.append(_Prepared(_Batch(distinct), slots.flatten().long().cpu()))
 
     def check_prepared(self, slots: Tensor) -> Tensor:
-        """Return slots, which must be those of the first `prepare` without a lookup.
+        """Return the distinct slots of the first `prepare` without a lookup, which must be of the same slots.
 
         Raises:
             RuntimeError: No `prepare` is left without its lookup.
@@ -112,30 +123,31 @@ class InFlight:
                 f"set_cache_op(False): {self._map.name} takes slots of cache_weight_mgr.prepare_ids(ids), "
                 "which has not been called for this forward"
             )
-        if not torch.equal(slots.detach().flatten().long().cpu(), self._prepared[0].slots):
+        prepared = self._prepared[0]
+        if not torch.equal(slots.detach().flatten().long().cpu(), prepared.slots):
             raise ValueError(
                 f"set_cache_op(False): {self._map.name} was not called with the slots of the first "
                 "cache_weight_mgr.prepare_ids(ids) that is left: call it in the same order"
             )
-        return slots
+        return prepared.batch.slots
 
     def follow(self, output: Tensor, slots: Tensor, *, is_prepared: bool) -> None:
         """Pin the rows of a lookup until its step, if it is differentiated.
 
         Args:
             output: The result of the lookup.
-            slots: The slots that it has read.
+            slots: The slots that it has read, without duplicates.
             is_prepared: Whether `prepare` has pinned them.
         """
         if output.grad_fn is not None:
-            batch = _Batch(slots.detach().flatten().long().cpu())
-            self._map.pin(batch.slots)
+            batch = _Batch(slots)
+            self._map.pin(slots)
             self._running.append(_Running(weakref.ref(batch), batch.slots))
             output.grad_fn.register_prehook(partial(self._begin_backward, batch))
             self.sums.follow(output)
             self._watch_param()
         if is_prepared:
-            self._map.unpin(self._prepared.pop(0).slots)
+            self._map.unpin(self._prepared.pop(0).batch.slots)
 
     def release_discarded(self) -> None:
         """Release batches whose graph was freed, and those whose gradient was discarded."""
@@ -161,7 +173,7 @@ class InFlight:
         """Return for each slot whether a batch has a gradient for its row: (slots,)."""
         mask = torch.zeros(self._map.num_slots, dtype=torch.bool, device="cpu")
         for batch in self._with_grad:
-            mask[batch.slots] = True
+            mask.numpy()[batch.slots.numpy()] = True
         return mask
 
     def _expect_again(self) -> None:
@@ -193,7 +205,7 @@ class InFlight:
             mask[running.slots] = True
         if self._num_moves == self._map.num_moves:
             mask |= self._is_unmoved
-        if self._map.num_moves and not bool(mask[slots].all()):
+        if self._map.num_moves and not mask.numpy().take(slots.numpy()).all():
             raise RuntimeError(
                 f"the gradient of {self._map.name} has rows of batches that were released, and others can be "
                 "in their slots now: let backward() accumulate gradients until the step"
@@ -219,7 +231,7 @@ class InFlight:
         if self._num_moves != self._map.num_moves:
             self._num_moves = self._map.num_moves
             self._is_unmoved.fill_(False)
-        self._is_unmoved[slots] = True
+        self._is_unmoved.numpy()[slots.numpy()] = True
         self._map.unpin(slots)
 
     def _begin_backward(self, batch: _Batch, grads: tuple[Tensor, ...]) -> None:

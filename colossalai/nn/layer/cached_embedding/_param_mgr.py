@@ -8,22 +8,53 @@ to the table the cached rows are read again. A write through `data` changes no c
 handed out since the last lookup counts as written, as do the rows of a gradient that was discarded.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from time import perf_counter
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from functools import partial
+from threading import get_ident
+from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._in_flight import InFlight
+from colossalai.nn.layer.cached_embedding._row_moves import PlannedMove, RowMoves, read_tables
 from colossalai.nn.layer.cached_embedding._row_states import RowStates
-from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy, RowExchange, SlotMap
+from colossalai.nn.layer.cached_embedding._slots import (
+    BatchSlots,
+    CacheOverflowError,
+    EvictionStrategy,
+    KnownBatch,
+    SlotMap,
+)
 from colossalai.nn.layer.cached_embedding._table_file import TableFile
 from colossalai.tensor import CACHED_ROWS_OF
 
-_PIECE_BYTES = 1 << 26  # copied at a time by default
+
+class RowWindow(Protocol):
+    """Batches that are to come.
+
+    Attributes:
+        thread: Identity of the thread that takes them.
+    """
+
+    thread: int
+
+    @property
+    def batches(self) -> list[KnownBatch]:
+        """The batches, the nearest first."""
+
+
+class _Entered(NamedTuple):
+    """A batch whose rows are in the cache before its lookup; see `PlannedMove`."""
+
+    ids: Tensor
+    slots: BatchSlots
+    version: tuple[int, int]
 
 
 class CachedParamMgr:
@@ -45,20 +76,21 @@ class CachedParamMgr:
         name: Name of the table in error messages.
 
     Attributes:
-        param: The cache, (slots, dim).
         num_hits_history: For each lookup the number of distinct rows that were cached.
-        num_miss_history: For each lookup the number of distinct rows that were read from the table.
+        num_miss_history: For each lookup the number of distinct rows that were read from the table, also
+            before it by prefetch.
         num_write_back_history: For each lookup the number of rows that were written to the table.
 
     Raises:
         ValueError: `weight` does not have two dimensions, or a number is out of range.
     """
 
-    _table: HostRows
     _is_exposed: bool  # the table was handed out since the last lookup
     _requires_grad: bool  # of the table, as it was handed out
     _param_version: int
     _table_version: int
+    window: RowWindow | None = None
+    """Batches that are to come, while a loader of `prefetch` is in use."""
 
     def __init__(
         self,
@@ -88,26 +120,33 @@ class CachedParamMgr:
             raise ValueError(f"evict_strategy is {evict_strategy!r}; it must be an EvictionStrategy")
         self.name = name
         self.buffer_size = buffer_size
-        self.async_copy = async_copy
-        cache = torch.zeros(num_slots, self.dim, dtype=table.dtype, device=device)
-        self.param = nn.Parameter(cache)
-        setattr(self.param, CACHED_ROWS_OF, name)
-        self._pins_weight = self._decide_pinning(pin_weight)
-        self._set_table(weight)
+        cache = nn.Parameter(torch.zeros(num_slots, self.dim, dtype=table.dtype, device=device))
+        setattr(cache, CACHED_ROWS_OF, name)
         self._slots = SlotMap(self.num_rows, num_slots, strategy=evict_strategy, fixed=fixed, name=name)
-        self._is_newer = torch.zeros_like(
-            self._slots.num_pins, dtype=torch.bool
-        )  # slots that are ahead of the table
+        self._moves = RowMoves(
+            self._slots, cache, buffer_size, pins_weight=self._decide_pinning(cache, pin_weight)
+        )
+        self._set_table(weight)
+        self.set_async_copy(async_copy)
         self.in_flight = InFlight(self._slots, self.param)
-        self.states = RowStates(self, name)
+        self._moves.states = self.states = RowStates(self, name)
+        self._num_refreshes = 0
+        self._entered: _Entered | None = None
         self.num_hits_history: list[int] = []
         self.num_miss_history: list[int] = []
         self.num_write_back_history: list[int] = []
-        self._bytes_in = self._bytes_out = 0
-        self._seconds_in = self._seconds_out = 0.0
         self._remember_versions()
         if fixed is not None:
             self._refresh()
+
+    @property
+    def param(self) -> nn.Parameter:
+        """The cache, (slots, dim)."""
+        return self._moves.param
+
+    @property
+    def _table(self) -> HostRows:
+        return self._moves.table
 
     @property
     def cuda_cached_weight(self) -> nn.Parameter:
@@ -146,12 +185,12 @@ class CachedParamMgr:
     @property
     def swap_in_bandwidth(self) -> float:
         """Megabytes per second of the rows read from the table so far; 0.0 before the first."""
-        return self._bytes_in / 1e6 / self._seconds_in if self._bytes_in else 0.0
+        return self._moves.read_bandwidth
 
     @property
     def swap_out_bandwidth(self) -> float:
         """Megabytes per second of the rows written to the table so far; 0.0 before the first."""
-        return self._bytes_out / 1e6 / self._seconds_out if self._bytes_out else 0.0
+        return self._moves.write_bandwidth
 
     def slots_of(self, rows: Tensor) -> Tensor:
         """Return the slots of rows, -1 for those that are not cached."""
@@ -186,7 +225,7 @@ class CachedParamMgr:
             self._slots.order_by(frequencies)
         self.flush()
         self._slots.clear()
-        self._move(self._slots.plan_filling(int(warmup_ratio * self.cuda_row_num)))
+        self._moves.exchange(self._slots.plan_filling(int(warmup_ratio * self.cuda_row_num)))
 
     @torch.no_grad()
     def prepare_ids(self, ids: Tensor) -> Tensor:
@@ -205,27 +244,124 @@ class CachedParamMgr:
             ValueError: An id is out of range.
             RuntimeError: The batch has more distinct ids than the cache can hold.
         """
-        slots = self.lookup(ids)
-        self.in_flight.prepare(slots)
-        return slots
+        slots, distinct = self.lookup(ids)
+        self.in_flight.prepare(slots, distinct=distinct)
+        return slots.clone()  # the user may change them, and they can be those of a plan
 
     @torch.no_grad()
-    def lookup(self, ids: Tensor) -> Tensor:
+    def lookup(self, ids: Tensor) -> BatchSlots:
         """Read the rows of a batch into the cache, without pinning them; see `prepare_ids`."""
-        self._table.check_readable(self.name)
-        self._table.check_lasting(self.name)
         self._slots.check(ids)
-        self.in_flight.release_discarded()
-        self._notice_freezing()
-        self._notice_writes()
+        self._check_thread()
+        self._begin_move()
         flat = ids.detach().flatten().long().cpu()
-        exchange = self._slots.plan(flat)
-        num_written = self._move(exchange)
-        slots, num_distinct = self._slots.count(flat)
-        self.num_hits_history.append(num_distinct - exchange.entering.numel())
-        self.num_miss_history.append(exchange.entering.numel())
-        self.num_write_back_history.append(num_written)
-        return slots.view(ids.shape).to(ids.device, ids.dtype)
+        slots, distinct, num_read = self._find(flat)
+        self.num_hits_history.append(distinct.numel() - num_read)
+        self.num_miss_history.append(num_read)
+        self.num_write_back_history.append(self._moves.take_num_written())
+        return BatchSlots(slots.view(ids.shape).to(ids.device, ids.dtype), distinct)
+
+    def _find(self, ids: Tensor) -> tuple[Tensor, Tensor, int]:
+        """Return the slots of ids, these without duplicates, and how many rows were read for them."""
+        entered = self._entered
+        if entered is not None and entered.version == self._version and torch.equal(ids, entered.ids):
+            return *entered.slots, self._take_fresh(entered.slots.distinct)
+        slots, num_read = self._slots.slots_of(ids), 0
+        if self.window is None or not self._slots.are_counted(slots):
+            self._moves.wait()
+            later = [] if self.window is None else [each.rows for each in self.window.batches]
+            exchange = self._slots.plan(ids, later=later)
+            self._moves.exchange(exchange)
+            num_read = exchange.entering.numel()
+            slots = self._slots.slots_of(ids)
+            self._slots.count(distinct := self._slots.distinct(slots))
+        else:
+            distinct = self._slots.distinct(slots)
+        return slots, distinct, num_read + self._take_fresh(distinct)
+
+    def are_in_range(self, ids: Tensor) -> bool:
+        """Return whether ids are those of rows of the table.
+
+        Raises:
+            TypeError: `ids` are not of type int64 or int32.
+        """
+        try:
+            self._slots.check(ids)
+        except ValueError:
+            return False
+        return True
+
+    @torch.no_grad()
+    def enter(
+        self,
+        batch: KnownBatch | None,
+        planned: "Future[PlannedMove | None] | None",
+        *,
+        later: Sequence[KnownBatch],
+    ) -> None:
+        """Move the rows of a batch into the cache before its lookup; see [Note: prefetch].
+
+        Args:
+            batch: The batch; None for one without rows.
+            planned: The result of `plan_ahead` for it, if it was called.
+            later: The next batches, the nearest first.
+        """
+        is_exposed = self._is_exposed
+        self._begin_move()
+        self._is_exposed = is_exposed  # until the lookup, before which the table can be changed
+        self._entered = None
+        self._moves.wait()
+        plan = planned.result() if planned is not None and planned.done() else None  # not done: in a fork
+        if batch is None:
+            return
+        if plan is not None and plan.version != self._version:
+            plan = None
+        if plan is not None and not self._slots.num_pins[plan.exchange.left_slots].any():
+            exchange = plan.exchange
+        else:
+            try:
+                exchange = self._slots.plan(batch.rows, later=[each.rows for each in later])
+            except CacheOverflowError:  # of the lookup to come
+                return
+        self._moves.exchange(exchange, read_before=None if plan is None else plan.rows, is_ahead=True)
+        if plan is not None and exchange is plan.exchange:
+            self._entered = _Entered(batch.ids, plan.slots, self._version)
+            self._slots.count(plan.slots.distinct)
+        else:
+            self._slots.count(self._slots.slots_of(batch.rows))
+
+    def plan_ahead(self, batch: KnownBatch, *, later: Sequence[KnownBatch]) -> "Future[PlannedMove | None]":
+        """Choose the rows that leave for a batch, and read its missing rows, on a thread.
+
+        Args:
+            batch: The batch.
+            later: The batches after it, the nearest first.
+
+        Returns:
+            The result to come, None if the batch needs too many rows.
+        """
+        # Without the cache: the thread must not be the last to hold it, and end it in the middle of a step.
+        plan = partial(
+            _plan_move,
+            self._slots,
+            batch,
+            later,
+            self._slots.num_pins.numpy() > 0,
+            self._version,
+            tables=self._moves.tables,
+            pins=self._moves.pins_weight,
+        )
+        return self._moves.call(plan)
+
+    def close_window(self, window: RowWindow) -> None:
+        """Forget the batches of a window; one of an earlier loop can be closed at any time, as garbage."""
+        if self.window is window:
+            self.window = self._entered = None
+            self._moves.end_thread()
+
+    def wait_for_moves(self) -> None:
+        """Wait until rows that have left are in their tables."""
+        self._moves.wait()
 
     def is_table(self, tensor: Tensor) -> bool:
         """Return whether a tensor is the table."""
@@ -272,11 +408,12 @@ class CachedParamMgr:
     @torch.no_grad()
     def flush(self) -> None:
         """Write the rows that steps have changed to the table."""
+        self._moves.wait()
         self.in_flight.release_discarded()
         self._notice_writes()
-        self._is_newer |= self.in_flight.has_grad()  # a loop of the user may write through `data`
-        slots = self._is_newer.nonzero().flatten()
-        self._write_back(slots, self.row_of[slots])
+        self._moves.is_newer |= self.in_flight.has_grad()  # a loop of the user may write through `data`
+        slots = self._moves.is_newer.nonzero().flatten()
+        self._moves.write_back(slots, self.row_of[slots])
         self._table.finish()
 
     def flush_at_end(self) -> None:
@@ -287,6 +424,7 @@ class CachedParamMgr:
 
     def close(self) -> None:
         """Release the file of a table, which cannot be used afterwards."""
+        self._moves.end_thread()
         self._table.release()
 
     @torch.no_grad()
@@ -337,7 +475,7 @@ class CachedParamMgr:
         Args:
             param: The parameter; the cached rows are read into it.
         """
-        self.param = param
+        self._moves.param = param
         self.in_flight.set_param(param)
         setattr(param, CACHED_ROWS_OF, self.name)
         if self._table.tensor.dtype != param.dtype:
@@ -346,7 +484,7 @@ class CachedParamMgr:
 
     def set_async_copy(self, async_copy: bool) -> None:
         """Set whether copies to an accelerator may overlap with the host's work."""
-        self.async_copy = async_copy
+        self._moves.async_copy = async_copy
 
     def print_comm_stats(self) -> None:
         """Log hits, misses and the rows that moved so far."""
@@ -371,6 +509,7 @@ class CachedParamMgr:
         self.flush()
         state = vars(self).copy()
         del state["states"], state["in_flight"]
+        state |= {"window": None, "_entered": None}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -378,11 +517,11 @@ class CachedParamMgr:
         self._slots.reset_pins()
         setattr(self.param, CACHED_ROWS_OF, self.name)
         self.in_flight = InFlight(self._slots, self.param)
-        self.states = RowStates(self, self.name)
+        self._moves.states = self.states = RowStates(self, self.name)
         self._remember_versions()
 
-    def _decide_pinning(self, pin_weight: bool | None) -> bool:
-        on_accelerator = self.param.device.type not in ("cpu", "meta")
+    def _decide_pinning(self, cache: Tensor, pin_weight: bool | None) -> bool:
+        on_accelerator = cache.device.type not in ("cpu", "meta")
         if pin_weight and not on_accelerator:
             get_dist_logger().warning(
                 f"pin_weight=True has no effect for {self.name}: its cache is on the CPU, as the table is"
@@ -392,10 +531,46 @@ class CachedParamMgr:
     def _set_table(self, weight: Tensor | TableFile) -> None:
         if isinstance(weight, Tensor):
             table = weight.detach().cpu().contiguous()
-            self._table = HostRows(table.pin_memory() if self._pins_weight else table)
+            self._moves.table = HostRows(table.pin_memory() if self._moves.pins_weight else table)
         else:
-            self._table = weight
+            self._moves.table = weight
         self._is_exposed, self._requires_grad = False, self._table.tensor.requires_grad
+
+    def _check_thread(self) -> None:
+        """Check that batches of a window are computed by the thread that takes them.
+
+        Raises:
+            RuntimeError: Another thread takes them; a thread of autograd, which recomputes, is none.
+        """
+        is_other = self.window is not None and self.window.thread != get_ident()
+        if is_other and torch._C._current_graph_task_id() == -1:
+            raise RuntimeError(
+                f"a loader of prefetch for {self.name} is read by another thread than that of this forward, "
+                "whose rows would move in the middle of a step: read it in the thread that trains"
+            )
+
+    def _begin_move(self) -> None:
+        """Check the table, and notice changes since the last move."""
+        self._table.check_readable(self.name)
+        self._table.check_lasting(self.name)
+        self.in_flight.release_discarded()
+        self._notice_freezing()
+        self._notice_writes()
+
+    @property
+    def _version(self) -> tuple[int, int]:
+        """Number of moves and of refreshes so far."""
+        return self._slots.num_moves, self._num_refreshes
+
+    def _take_fresh(self, slots: Tensor) -> int:
+        """Return how many rows in slots came before their lookup, once."""
+        if not self._moves.has_been_ahead:
+            return 0
+        is_fresh, flat = self._moves.is_fresh.numpy(), slots.numpy()
+        number = int(is_fresh.take(flat).sum())
+        if number:
+            is_fresh[flat] = False
+        return number
 
     def _notice_writes(self) -> None:
         """Compare the version counters of the cache and the table; see [Note: newer copies].
@@ -406,7 +581,7 @@ class CachedParamMgr:
         changed = self.in_flight.take_changed()
         if self._table.tensor._version != self._table_version:
             # It was handed out after the cache was written back.
-            num_newer = int(self._is_newer.sum())
+            num_newer = int(self._moves.is_newer.sum())
             self._refresh()
             if num_newer:
                 raise RuntimeError(
@@ -428,7 +603,7 @@ class CachedParamMgr:
 
     def _note_newer(self, slots: Tensor) -> None:
         """Note that rows of the cache are newer than the table."""
-        self._is_newer[slots] = True
+        self._moves.is_newer.numpy()[slots.numpy()] = True
         self._table.begin_change()
 
     def _check_foreign_writes(self) -> None:
@@ -437,8 +612,9 @@ class CachedParamMgr:
         Raises:
             RuntimeError: A row differs; all are read again.
         """
-        others = (self.row_of >= 0) & ~self._is_newer & ~self.in_flight.has_grad()
+        others = (self.row_of >= 0) & ~self._moves.is_newer & ~self.in_flight.has_grad()
         slots = others.nonzero().flatten()
+        self._moves.wait()
         cached = self.param.data[slots.to(self.param.device)].cpu()
         if torch.equal(cached.nan_to_num(), self._table.read(self.row_of[slots]).nan_to_num()):
             return
@@ -459,58 +635,27 @@ class CachedParamMgr:
 
     def _refresh(self) -> None:
         """Read all cached rows again, but those that are newer than the table."""
-        slots = ((self.row_of >= 0) & ~self._is_newer).nonzero().flatten()
-        for piece, rows in self._pieces(slots, self.row_of[slots]):
-            self._read_values(piece, rows)
+        self._moves.wait()
+        self._num_refreshes += 1
+        slots = ((self.row_of >= 0) & ~self._moves.is_newer).nonzero().flatten()
+        self._moves.read_weights(slots, self.row_of[slots])
         self._remember_versions()
 
-    def _move(self, exchange: RowExchange) -> int:
-        """Write the leaving rows that have changed, read the entering ones; return the number written."""
-        is_newer = self._is_newer[exchange.left_slots]
-        left_slots, leaving = exchange.left_slots[is_newer], exchange.leaving[is_newer]
-        self._write_back(left_slots, leaving)
-        if exchange.entering.numel():
-            begin = perf_counter()
-            try:
-                # After the write-back: the entering rows take the slots of the leaving ones.
-                self._slots.apply(exchange)
-                for slots, rows in self._pieces(exchange.slots, exchange.entering):
-                    self._read_values(slots, rows)
-                    self.states.read(slots, rows)
-            except BaseException:  # an interrupt, too: no slot may have the values of another row
-                self._slots.drop(exchange)
-                raise
-            self._seconds_in += perf_counter() - begin
-            self._bytes_in += exchange.entering.numel() * self._row_bytes
-        return leaving.numel()
 
-    def _write_back(self, slots: Tensor, rows: Tensor) -> None:
-        """Write rows from slots to the table."""
-        if not slots.numel():
-            return
-        begin = perf_counter()
-        for piece, piece_rows in self._pieces(slots, rows):
-            values = self.param.data.index_select(0, piece.to(self.param.device)).cpu()
-            self._table.write(piece_rows, values)
-            self.states.write_back(piece, piece_rows)
-        self._is_newer[slots] = False
-        self._seconds_out += perf_counter() - begin
-        self._bytes_out += slots.numel() * self._row_bytes
-
-    def _read_values(self, slots: Tensor, rows: Tensor) -> None:
-        """Read rows of the table into slots; `data` has no version counter that a graph would compare."""
-        device = self.param.device
-        values = self._table.read(rows)
-        if self._pins_weight:
-            values = values.pin_memory()
-        values = values.to(device, non_blocking=self.async_copy)
-        self.param.data.index_copy_(0, slots.to(device), values)
-
-    def _pieces(self, slots: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Cut slots and rows into pieces of `buffer_size`."""
-        size = self.buffer_size or max(_PIECE_BYTES // max(self._row_bytes, 1), 1)
-        return zip(slots.split(size), rows.split(size), strict=True)
-
-    @property
-    def _row_bytes(self) -> int:
-        return self.dim * self.param.element_size()
+def _plan_move(
+    slot_map: SlotMap,
+    batch: KnownBatch,
+    later: Sequence[KnownBatch],
+    is_pinned: NDArray[np.bool_],
+    version: tuple[int, int],
+    *,
+    tables: Sequence[HostRows],
+    pins: bool,
+) -> PlannedMove | None:
+    """Choose the rows that leave for a batch, and read its missing rows; see `CachedParamMgr.plan_ahead`."""
+    try:
+        exchange = slot_map.plan(batch.rows, later=[each.rows for each in later], is_pinned=is_pinned)
+    except CacheOverflowError:
+        return None
+    slots = BatchSlots(*(slot_map.slots_after(exchange, each) for each in (batch.ids, batch.rows)))
+    return PlannedMove(exchange, slots, read_tables(tables, exchange.entering, pins=pins), version)

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Optimizer, SparseAdam
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from colossalai.nn.layer.cached_embedding._host_rows import HostRows
+from colossalai.nn.layer.cached_embedding._host_rows import HostRows, read_rows, write_rows
 from colossalai.nn.layer.cached_embedding._in_flight import InFlight
 from colossalai.nn.optimizer import RowWiseAdagrad
 
@@ -62,6 +62,9 @@ class CachedRows(Protocol):
     def check_table_grad(self) -> None:
         """Check that the table has no gradient."""
 
+    def wait_for_moves(self) -> None:
+        """Wait until rows that have left are in their tables."""
+
     def begin_step(self) -> Tensor:
         """Mark the rows with a gradient as changed, and return their slots."""
 
@@ -96,15 +99,24 @@ class RowStates:
         """Whether a step is in progress that changes the cache in parts."""
         return self._touched is not None and not self._updates_at_once
 
-    def write_back(self, slots: Tensor, rows: Tensor) -> None:
-        """Write the states in slots to their rows of the tables."""
-        for cached, table in self._pairs():
-            table.write(rows, cached.index_select(0, slots.to(cached.device)).cpu())
+    @property
+    def tables(self) -> list[HostRows]:
+        """The tables of all states."""
+        return [table for _, table in self._pairs()]
 
-    def read(self, slots: Tensor, rows: Tensor) -> None:
-        """Read the states of rows into slots."""
+    def write_back(
+        self, slots: Tensor, rows: Tensor, write: Callable[[HostRows, Tensor, Tensor], None] = write_rows
+    ) -> None:
+        """Write the states in slots to their rows of the tables, by a function of table, rows and values."""
         for cached, table in self._pairs():
-            values = table.read(rows).to(cached.device)
+            write(table, rows, cached.index_select(0, slots.to(cached.device)).cpu())
+
+    def read(
+        self, slots: Tensor, rows: Tensor, read: Callable[[HostRows, Tensor], Tensor] = read_rows
+    ) -> None:
+        """Read the states of rows into slots, by a function of table and rows."""
+        for cached, table in self._pairs():
+            values = read(table, rows).to(cached.device)
             cached.index_copy_(0, slots.to(cached.device), values)
 
     def adopt(self, optimizer: Optimizer) -> None:
@@ -149,7 +161,11 @@ class RowStates:
                 is_touched = torch.zeros_like(cache.row_of, dtype=torch.bool)
                 if self._touched is not None:
                     is_touched[self._touched] = True
-                tables[key] = self._table_of(key, value, untouched=value[(~is_touched).to(value.device)])
+                untouched = value[(~is_touched).to(value.device)]
+                # As Adagrad and RowWiseAdagrad have it; states of the others begin with zeros.
+                group = self._group_of_cache(optimizer) or {}
+                initial = group.get("initial_accumulator_value", 0.0)
+                tables[key] = self._table_of(key, value, untouched=untouched, initial=initial)
             else:
                 raise ValueError(
                     f"the optimizer's state {key!r} has {len(value)} rows and not the {cache.num_rows} of "
@@ -158,7 +174,9 @@ class RowStates:
                 )
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = self._alive()
+        cache = self._cache()
+        if cache is None:  # it ends
+            return
         group = self._group_of_cache(optimizer)
         if group is None:
             return
@@ -182,19 +200,26 @@ class RowStates:
             cache.param.grad = cache.in_flight.sums.coalesce(grad)
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        cache = self._alive()
-        if self._touched is None or self._group_of_cache(optimizer) is None:
+        cache = self._cache()
+        if cache is None or self._touched is None or self._group_of_cache(optimizer) is None:
             return
         self._make_tables(optimizer, are_unknown=False)
         self._touched = None
         cache.end_step()
 
-    def _table_of(self, key: str, value: Tensor, *, untouched: Tensor) -> HostRows:
-        """Return a table of the value that a state begins with, which is in the untouched slots."""
+    def _table_of(self, key: str, value: Tensor, *, untouched: Tensor, initial: float = 0.0) -> HostRows:
+        """Return a table of the value that a state begins with.
+
+        Args:
+            key: Name of the state.
+            value: The state of the rows in slots.
+            untouched: Those of rows without a gradient, which have it.
+            initial: The value if all rows have a gradient.
+        """
         cache = self._alive()
         table = cache.new_rows((cache.num_rows, *value.shape[1:]), value.dtype)
         if not len(untouched):
-            return table
+            untouched = torch.full_like(value[:1], initial)
         first = untouched[0]
         if not bool((untouched == first).all()):
             raise ValueError(
@@ -213,6 +238,7 @@ class RowStates:
         tables = self._tables[optimizer]
         if index is None or not tables:
             return
+        cache.wait_for_moves()
         # Also rows that are not newer than the table: it costs little here, and needs no mark.
         slots = (cache.row_of >= 0).nonzero().flatten()
         self.write_back(slots, cache.row_of[slots])

@@ -1,11 +1,13 @@
 """Base of embeddings with a cached table: the trained parameter is a cache, `weight` the whole table."""
 
+import atexit
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,8 +16,13 @@ from torch import Tensor, nn
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr
-from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, Window
+from colossalai.nn.layer.cached_embedding._slots import CacheOverflowError, EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table_file import TableFile
+
+Batch = TypeVar("Batch")
+
+_IN_FILES: "weakref.WeakSet[CachedParamMgr]" = weakref.WeakSet()  # caches of tables in files
 
 
 @dataclass(frozen=True)
@@ -23,7 +30,7 @@ class CacheOptions:
     """Options of a cache; see `CachedEmbeddingBag`.
 
     Raises:
-        ValueError: `cache_ratio` is out of range.
+        ValueError: `cache_ratio` is out of range, or `overflow` is neither "error" nor "split".
     """
 
     cache_ratio: float
@@ -32,8 +39,11 @@ class CacheOptions:
     buffer_size: int
     pin_weight: bool | None
     evict_strategy: EvictionStrategy
+    overflow: str
 
     def __post_init__(self) -> None:
+        if self.overflow not in ("error", "split"):
+            raise ValueError(f"overflow is {self.overflow!r}; it must be 'error' or 'split'")
         if not 0 < self.cache_ratio <= 1:
             raise ValueError(f"cache_ratio is {self.cache_ratio}; it must be above 0 and at most 1")
 
@@ -99,6 +109,7 @@ class CachedTable(nn.Module):
         self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
         self.sparse = sparse
         self.cache_ratio = options.cache_ratio
+        self.overflow = options.overflow
         self.cache_op = True
         name = name or f"{kind}({num_embeddings}, {embedding_dim})"
         table = self._open_table(weight, weight_path, dtype, name)
@@ -121,7 +132,8 @@ class CachedTable(nn.Module):
                 table.discard()
             raise
         if isinstance(table, TableFile):
-            self._at_end = weakref.finalize(self, self.cache_weight_mgr.flush_at_end)  # or of the process
+            self._at_end = weakref.finalize(self, self.cache_weight_mgr.flush_at_end)
+            _IN_FILES.add(self.cache_weight_mgr)
 
     @classmethod
     def from_pretrained(cls, embeddings: Tensor, freeze: bool = True, **options: Any) -> Self:
@@ -191,6 +203,39 @@ class CachedTable(nn.Module):
         """Log hits, misses and the rows that moved so far."""
         self.cache_weight_mgr.print_comm_stats()
 
+    def prefetch(
+        self,
+        loader: Iterable[Batch],
+        depth: int = 4,
+        ids: Callable[[Batch], Tensor | Sequence[Tensor]] | None = None,
+    ) -> "PrefetchLoader[Batch]":
+        """Return a loader of the same batches, whose rows come while the batch before them computes.
+
+        The loader is read `depth` batches ahead. Rows that these batches need leave the cache after all
+        others, those of the furthest next use first. Results do not depend on it.
+
+        Args:
+            loader: Batches; one of `prefetch` of another table has the rows of both.
+            depth: Number of batches that are known ahead; 0 for none.
+            ids: Function that returns the ids of a batch, a tensor or several. Default: a batch is its ids.
+
+        Raises:
+            ValueError: `depth` is not a number of batches.
+            TypeError: `loader` cannot be iterated, or `ids` not be called.
+        """
+        if not isinstance(depth, int) or depth < 0:
+            raise ValueError(f"depth is {depth!r}; it must be a number of batches, or 0 for none")
+        if ids is not None and not callable(ids):
+            raise TypeError(f"ids is {ids!r}; it must be a function of a batch, as lambda batch: batch[0]")
+        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):  # as `iter` takes it
+            raise TypeError(
+                f"prefetch takes a loader of batches, and {type(loader).__name__} cannot be iterated"
+            )
+        make = partial(Window, self.cache_weight_mgr, depth, ids)
+        if isinstance(loader, PrefetchLoader):
+            return loader.with_table(depth, make)
+        return PrefetchLoader(loader, [(depth, make)])
+
     def close(self) -> None:
         """Write the newest rows to the file of the table, if it has one, and release the file.
 
@@ -200,6 +245,30 @@ class CachedTable(nn.Module):
             self.cache_weight_mgr.flush_at_end()
             self._at_end.detach()  # a flush that has failed is tried again at the end
             self.cache_weight_mgr.close()
+
+    def _check_split(
+        self, error: CacheOverflowError, *, has_parts: bool, factors: Tensor | None = None
+    ) -> None:
+        """Check that a batch can be computed in parts.
+
+        Args:
+            error: The error of the whole batch.
+            has_parts: Whether it can be cut.
+            factors: Factors of the rows.
+
+        Raises:
+            CacheOverflowError: `overflow` is "error", the batch cannot be cut, or it needs a gradient.
+        """
+        if self.overflow == "error" or not has_parts:
+            raise error
+        needs_grad = self.cache_weight_mgr.param.requires_grad or (
+            factors is not None and factors.requires_grad
+        )
+        if torch.is_grad_enabled() and needs_grad:
+            raise CacheOverflowError(
+                f"{error}. overflow='split' computes parts under torch.no_grad() only: rows of a gradient "
+                "stay in the cache, all of them, until the step"
+            ) from error
 
     def element_size(self) -> int:
         """Return the bytes of an element of the table."""
@@ -221,9 +290,9 @@ class CachedTable(nn.Module):
                 "attribute `weight` in place, or call load_state_dict"
             )
         # The rows are pinned after the lookup and before any other: `follow` needs the output's node.
-        slots = cache.lookup(ids) if self.cache_op else cache.in_flight.check_prepared(ids)
+        slots, distinct = cache.lookup(ids) if self.cache_op else (ids, cache.in_flight.check_prepared(ids))
         output = read(slots, cache.param)
-        cache.in_flight.follow(output, slots, is_prepared=not self.cache_op)
+        cache.in_flight.follow(output, distinct, is_prepared=not self.cache_op)
         return output
 
     def _open_table(
@@ -346,3 +415,13 @@ class CachedTable(nn.Module):
         if self.padding_idx is not None:
             text += f", padding_idx={self.padding_idx}"
         return f"{text}, sparse={self.sparse}"
+
+
+@atexit.register
+def _flush_all() -> None:
+    """Write the rows of tables in files at the end of the process.
+
+    Finalizers run after those of torch's libraries, which take long enough for a second Ctrl-C to end them.
+    """
+    for cache in [*_IN_FILES]:
+        cache.flush_at_end()

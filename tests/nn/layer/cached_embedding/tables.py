@@ -17,6 +17,8 @@ OWN = (
     "evict_strategy",
     "ids_freq_mapping",
     "buffer_size",
+    "warmup_ratio",
+    "overflow",
     "weight_path",
     "name",
 )  # options that torch's lacks

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 from typing import Any
 
 import pytest
@@ -26,22 +27,30 @@ pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:Sparse invari
 
 FREQUENCIES = torch.arange(NUM_ROWS).flip(0)
 RATIOS = (0.06, 0.1, 1.0)
-KINDS = (EvictionStrategy.LFU, EvictionStrategy.DATASET, EvictionStrategy.LRU, EvictionStrategy.LFU)
-ONCE = [*zip(OPTIMIZERS, KINDS, (0.06, 0.1, 0.06, 1.0), strict=True)]
-CELLS = [(name, kind, ratio) for name in OPTIMIZERS for kind in EvictionStrategy for ratio in RATIOS]
+DEPTHS = (0, 1, 4)
+ONCE = [
+    *zip(
+        ("sgd", "adagrad", "sparse_adam", "row_wise", "sgd"),
+        (*EvictionStrategy, EvictionStrategy.LRU),
+        (0.06, 0.1, 0.06, 1.0, 0.1),
+        (None, 1, 4, 4, 0),
+        strict=True,
+    )
+]
+CELLS = [*itertools.product(OPTIMIZERS, EvictionStrategy, RATIOS, (None, *DEPTHS))]
 
 
 @pytest.mark.parametrize(
-    ("name", "strategy", "ratio"),
+    ("name", "strategy", "ratio", "depth"),
     [*ONCE, *(further(*each) for each in CELLS if each not in ONCE)],
 )
-def test_200_steps_have_the_bits_of_torch(name: str, strategy: EvictionStrategy, ratio: float) -> None:
+def test_200_steps_have_the_bits_of_torch(
+    name: str, strategy: EvictionStrategy, ratio: float, depth: int | None
+) -> None:
     reference, bag = make_pair(ratio, evict_strategy=strategy, ids_freq_mapping=FREQUENCIES)
     optimizers = [OPTIMIZERS[name](each.parameters()) for each in (reference, bag)]
-    losses = [
-        train(each, made, batches(200)) for each, made in zip((reference, bag), optimizers, strict=True)
-    ]
-    assert losses[0] == losses[1]
+    loader = batches(200) if depth is None else bag.prefetch(batches(200), depth=depth)
+    assert train(reference, optimizers[0], batches(200)) == train(bag, optimizers[1], loader)
     check_equal(reference, bag, *optimizers)
     if ratio < 1:  # rows have left with changes, and come back
         assert sum(bag.num_write_back_history) > 300
@@ -311,4 +320,14 @@ def test_prepared_batches() -> None:
         if len(waiting) == 2:  # one batch ahead
             train(bag, optimizers[1], [waiting.pop(0)])
     train(bag, optimizers[1], waiting)
+    check_equal(reference, bag, *optimizers)
+
+
+def test_a_first_step_of_all_slots() -> None:
+    """No slot has the value then that the states of other rows begin with."""
+    reference, bag = make_pair(10 / NUM_ROWS)
+    optimizers = [OPTIMIZERS["row_wise"](each.parameters()) for each in (reference, bag)]
+    ids = [torch.arange(10)[None], torch.arange(10)[None] + 10]
+    for each, optimizer in zip((reference, bag), optimizers, strict=True):
+        train(each, optimizer, ids)
     check_equal(reference, bag, *optimizers)

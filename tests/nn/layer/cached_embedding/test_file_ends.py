@@ -5,7 +5,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
+from threading import current_thread, main_thread
 from typing import Any
 
 import pytest
@@ -31,6 +33,7 @@ from tests.nn.layer.cached_embedding.tables import (
     train,
     weights_of,
 )
+from tests.tiers import further
 
 
 def test_a_file_goes_on_with_its_values(tmp_path: Path) -> None:
@@ -128,6 +131,9 @@ def test_a_step_in_parts_that_is_interrupted_leaves_an_unfinished_table(tmp_path
     again(torch.tensor([[0]]))
 
 
+KINDS = [(kind, None) for kind in OPTIMIZERS] + [("adagrad", 4), further("sparse_adam", 1)]
+
+
 class Interrupter:
     """Interrupts a call of the cache, before or after it.
 
@@ -139,6 +145,7 @@ class Interrupter:
         self.place = self._num_calls = 0
         for target, names in (
             (type(cache.new_rows((1, 1), torch.float32)), ("read", "write")),
+            (CachedParamMgr, ("enter", "plan_ahead")),
             (SlotMap, ("plan", "apply", "count", "pin", "unpin")),
             (type(cache.in_flight), ("end_step",)),
             (type(cache.states), ("read", "write_back", "_make_tables")),
@@ -159,21 +166,24 @@ class Interrupter:
         return call
 
     def _count(self) -> None:
+        if current_thread() is not main_thread():  # an interrupt is raised in the main thread
+            return
         self._num_calls += 1
         if self._num_calls == self.place:
             raise KeyboardInterrupt
 
 
 def train_interrupted(
-    interrupter: Interrupter, place: int, kind: str, path: Path | None
+    interrupter: Interrupter, place: int, kind: str, path: Path | None, depth: int | None
 ) -> tuple[CachedEmbeddingBag, Optimizer, bool]:
     """Make eleven steps, and a twelfth that is interrupted; return whether it was."""
     bag = make_pair(weight_path=path)[1]
     optimizer = OPTIMIZERS[kind](bag.parameters())
-    train(bag, optimizer, batches(11))
+    loader = batches(12) if depth is None else iter(bag.prefetch(batches(12), depth=depth))
+    train(bag, optimizer, islice(loader, 11))
     interrupter.set(place)
     try:
-        train(bag, optimizer, list(batches(12))[11:])
+        train(bag, optimizer, loader)
     except KeyboardInterrupt:
         return bag, optimizer, True
     finally:
@@ -181,9 +191,9 @@ def train_interrupted(
     return bag, optimizer, False
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "depth"), KINDS)
 def test_an_interrupt_anywhere_leaves_the_file_of_a_step(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    kind: str, depth: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path, ids = tmp_path / "table", list(batches(12))
     reference, bag = make_pair(weight_path=path)
@@ -197,15 +207,17 @@ def test_an_interrupt_anywhere_leaves_the_file_of_a_step(
         del bag
         path.unlink()
         place += 1
-        bag, _, was_interrupted = train_interrupted(interrupter, place, kind, path)
+        bag, _, was_interrupted = train_interrupted(interrupter, place, kind, path, depth)
         del bag, _
         bag = make_pair(weight_path=path)[1]
         assert torch.equal(bag.weight, before) or torch.equal(bag.weight, reference.weight), place
     assert place > 20
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_training_goes_on_after_an_interrupt_anywhere(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("kind", "depth"), KINDS)
+def test_training_goes_on_after_an_interrupt_anywhere(
+    kind: str, depth: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ids = list(batches(14))
     reference, bag = make_pair()
     interrupter = Interrupter(monkeypatch, bag.cache_weight_mgr)
@@ -216,7 +228,7 @@ def test_training_goes_on_after_an_interrupt_anywhere(kind: str, monkeypatch: py
     place, was_interrupted = 0, True
     while was_interrupted:
         place += 1
-        bag, optimizer, was_interrupted = train_interrupted(interrupter, place, kind, None)
+        bag, optimizer, was_interrupted = train_interrupted(interrupter, place, kind, None, depth)
         has_stepped = optimizer.param_groups[0]["params"][0]._version > version_of_eleven
         train(bag, optimizer, ids[12 if has_stepped else 11 :])
         check_equal(reference, bag, wanted, optimizer)

@@ -20,21 +20,37 @@ class Model:
         self.rows: set[int] = set()
         self.last: dict[int, int] = {}
         self.counts = dict.fromkeys(range(NUM_ROWS), 0)
-        self.order = sorted(range(NUM_ROWS), key=lambda row: (-frequencies[row], row))
+        self.order = sorted(range(len(frequencies)), key=lambda row: (-frequencies[row], row))
 
     def priority(self, row: int) -> tuple[int, int]:
         if self.strategy is EvictionStrategy.LRU:
             return self.last[row], 0
-        if self.strategy is EvictionStrategy.LFU:
+        if self.strategy is EvictionStrategy.LFU or (
+            self.strategy is EvictionStrategy.BELADY and not self.order
+        ):
             return self.counts[row], self.last[row]
         return -self.order.index(row), 0
 
-    def use(self, ids: set[int], pinned: set[int], left: set[int], *, time: int, num_slots: int) -> None:
+    def use(
+        self,
+        ids: set[int],
+        pinned: set[int],
+        left: set[int],
+        later: list[set[int]],
+        *,
+        time: int,
+        num_slots: int,
+    ) -> None:
         """Check the rows that have left: the order of rows of equal priority is free."""
+
+        def key(row: int) -> tuple[int, tuple[int, int]]:
+            distance = next((number for number, rows in enumerate(later) if row in rows), len(later))
+            return -distance, self.priority(row)
+
         can_leave = self.rows - ids - pinned
         num_leaving = max(len(self.rows | ids) - num_slots, 0)
         assert left <= can_leave
-        assert sorted(map(self.priority, left)) == sorted(map(self.priority, can_leave))[:num_leaving]
+        assert sorted(map(key, left)) == sorted(map(key, can_leave))[:num_leaving]
         self.rows = self.rows - left | ids
         for row in ids:
             self.last[row] = time
@@ -45,8 +61,11 @@ class Model:
 @given(data=st.data(), strategy=st.sampled_from(EvictionStrategy), num_slots=st.integers(1, NUM_ROWS))
 def test_rows_in_slots(data: st.DataObject, strategy: EvictionStrategy, num_slots: int) -> None:
     frequencies = data.draw(st.lists(st.integers(0, 5), min_size=NUM_ROWS, max_size=NUM_ROWS))
+    if strategy is EvictionStrategy.BELADY and data.draw(st.booleans()):
+        frequencies = []
     slots, model = SlotMap(NUM_ROWS, num_slots, strategy=strategy), Model(strategy, frequencies)
-    slots.order_by(torch.tensor(frequencies))
+    if frequencies:
+        slots.order_by(torch.tensor(frequencies))
     content = [-1] * num_slots  # by what enters and leaves alone
     pinned: list[torch.Tensor] = []
     for time in range(1, data.draw(st.integers(1, 8)) + 1):
@@ -59,13 +78,18 @@ def test_rows_in_slots(data: st.DataObject, strategy: EvictionStrategy, num_slot
                 slots.plan(ids)
             continue
         before = slots.row_of.clone()
-        exchange = slots.plan(ids)
+        later = data.draw(st.lists(st.sets(st.integers(0, NUM_ROWS - 1)), max_size=3))
+        exchange = slots.plan(ids, later=[torch.tensor([*each], dtype=torch.int64) for each in later])
+        after = slots.slots_after(exchange, ids)
         assert torch.equal(slots.row_of, before)
         slots.apply(exchange)
-        used, num_distinct = slots.count(ids)
+        used = slots.slots_of(ids)
+        distinct = slots.distinct(used)
+        slots.count(distinct)
         left = set(exchange.leaving.tolist())
-        model.use(set(ids.tolist()), pinned_rows, left, time=time, num_slots=num_slots)
-        assert num_distinct == len(set(ids.tolist()))
+        assert torch.equal(used, after)
+        model.use(set(ids.tolist()), pinned_rows, left, later, time=time, num_slots=num_slots)
+        assert sorted(slots.row_of[distinct].tolist()) == sorted(set(ids.tolist()))
         assert [content[slot] for slot in exchange.left_slots] == exchange.leaving.tolist()
         for slot, row in zip(exchange.slots.tolist(), exchange.entering.tolist(), strict=True):
             content[slot] = row
@@ -73,8 +97,8 @@ def test_rows_in_slots(data: st.DataObject, strategy: EvictionStrategy, num_slot
         assert [content[slot] for slot in used] == ids.tolist()
         assert {row for row in content if row >= 0} == model.rows
         if data.draw(st.booleans()):
-            slots.pin(used)
-            pinned.append(used)
+            slots.pin(distinct)
+            pinned.append(distinct)
         elif pinned:
             slots.unpin(pinned.pop(0))
     for each in pinned:
@@ -93,3 +117,19 @@ def test_the_most_frequent_rows_fill_it(fixed: int | None) -> None:
     assert slots.num_empty == (5 if fixed is None else 4)
     slots.apply(slots.plan(torch.tensor([1, 2, 3, 4])))
     assert slots.num_empty == (1 if fixed is None else 0)
+
+
+def test_a_window_that_fills_the_cache_leaves_the_order() -> None:
+    """Its rows take slots that were not among the coldest."""
+    slots = SlotMap(64, 8, strategy=EvictionStrategy.DATASET)
+
+    def use(ids: list[int], later: list[int]) -> list[int]:
+        exchange = slots.plan(torch.tensor(ids), later=[torch.tensor(later, dtype=torch.int64)])
+        slots.apply(exchange)
+        slots.count(slots.distinct(slots.slots_of(torch.tensor(ids))))
+        return sorted(exchange.leaving.tolist())
+
+    assert use([*range(8)], []) == []
+    assert use([20], []) == [7]
+    assert use([*range(21, 26)], [0, 1, 2, 3]) == [3, 4, 5, 6, 20]
+    assert use([8], []) == [25]
