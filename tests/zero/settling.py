@@ -11,11 +11,18 @@ T = TypeVar("T")
 LIMIT_S = 120.0
 
 
-def settled(look: Callable[[], T], is_settled: Callable[[T], bool]) -> T:
-    """Look until it is settled, for some minutes at most; return what was seen last."""
+def settled(look: Callable[[], T], is_settled: Callable[[T], bool], *, collects: bool = True) -> T:
+    """Look until it is settled, for some minutes at most; return what was seen last.
+
+    Args:
+        look: Function that returns what is seen.
+        is_settled: Whether that is settled.
+        collects: Whether garbage is collected before each look; without it garbage is seen.
+    """
     end = time.monotonic() + LIMIT_S
     while True:
-        gc.collect()
+        if collects:
+            gc.collect()
         seen = look()
         if is_settled(seen) or time.monotonic() > end:
             return seen
