@@ -158,7 +158,7 @@ class CachedEmbeddingBag(CachedTable):
         self, input: Tensor, offsets: Tensor | None, factors: Tensor | None, middle: int
     ) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
         """Yield the arguments of the bags before the one of number `middle`, and of the others."""
-        cut = middle if offsets is None else int(offsets[middle])
+        cut = middle if offsets is None else int(offsets[middle])  # bags are rows, or runs of ids
         first, second = None, None
         if offsets is not None:
             first, second = offsets[: middle + self.include_last_offset], offsets[middle:] - cut

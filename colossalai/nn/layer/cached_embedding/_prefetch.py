@@ -127,21 +127,30 @@ class _ReadAhead(Generic[Batch]):
 
     def read(self, number: int, windows: Sequence[Window]) -> None:
         """Read until a number of batches wait; an error is kept until they have been used."""
-        while not self.is_over and len(self.waiting) < number:
+        while not self.is_over and self.failure is None and len(self.waiting) < number:
             try:
                 batch = next(self._source)
             except StopIteration:
                 self.is_over = True
-                return
             except Exception as error:
-                self.is_over, self.failure = True, error
-                return
-            try:
-                for window in windows:
-                    window.add(batch)
-            except Exception as error:
-                self.is_over, self.failure = True, error
-                return
+                self.failure = error
+            else:
+                self._add(batch, windows)
+
+    def raise_failure(self) -> None:
+        """Raise the error that was kept, once: an iterator can go on after it."""
+        failure, self.failure = self.failure, None
+        if failure is not None:
+            raise failure
+
+    def _add(self, batch: Batch, windows: Sequence[Window]) -> None:
+        # Not where `next` is tried: a StopIteration of the user's `ids` is an error, and no end.
+        try:
+            for window in windows:
+                window.add(batch)
+        except Exception as error:
+            self.failure = error
+        else:
             self.waiting.append(batch)
 
 
@@ -178,11 +187,10 @@ class PrefetchLoader(Generic[Batch]):
                 ahead.read(depth + 1, windows)
                 if not ahead.waiting:
                     break
-                for window in windows:
+                for window in windows:  # the batch waits on: after an error it is the first of the next loop
                     window.advance(ahead.waiting[0])
                 yield ahead.waiting.popleft()
-            if ahead.failure is not None:
-                raise ahead.failure
+            ahead.raise_failure()
 
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]

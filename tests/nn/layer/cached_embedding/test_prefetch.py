@@ -605,3 +605,33 @@ def test_the_thread_does_not_wait_for_itself(monkeypatch: pytest.MonkeyPatch) ->
     train(reference, OPTIMIZERS["sgd"](reference.parameters()), batches(10))
     train(bag, OPTIMIZERS["sgd"](bag.parameters()), bag.prefetch(batches(10)))
     check_equal(reference, bag)
+
+
+class Unsteady:
+    """An iterator of ten batches that fails before the fifth, once."""
+
+    number = 0
+    has_failed = False
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return self
+
+    def __next__(self) -> Tensor:
+        if self.number == 4 and not self.has_failed:
+            self.has_failed = True
+            raise OSError("try again")
+        if self.number == 10:
+            raise StopIteration
+        self.number += 1
+        return torch.tensor([self.number - 1])
+
+
+def test_an_iterator_goes_on_after_its_error() -> None:
+    _, bag = make_pair()
+    loader = bag.prefetch(Unsteady())
+    loop = iter(loader)
+    assert [next(loop).item() for _ in range(4)] == [0, 1, 2, 3]
+    with pytest.raises(OSError, match="try again"):
+        next(loop)
+    assert [ids.item() for ids in loader] == [4, 5, 6, 7, 8, 9]
+    assert [*loader] == []
