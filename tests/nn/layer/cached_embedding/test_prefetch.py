@@ -300,12 +300,14 @@ def test_a_fork_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows that the thread has not written yet are written by both; the fork has no thread."""
     reference, bag = make_pair(0.1)
     rows = type(bag.cache_weight_mgr.new_rows((1, 1), torch.float32))
-    read, has_forked, num_reads = rows.read, threading.Event(), [0]
+    read, num_reads = rows.read, [0]
+    is_waiting, has_forked = threading.Event(), threading.Event()
 
     def wait_for_the_fork(self: Any, *args: Any) -> Tensor:
         if threading.current_thread() is not threading.main_thread():
             num_reads[0] += 1
             if num_reads[0] == 5:  # for the sixth batch
+                is_waiting.set()
                 has_forked.wait()
         return read(self, *args)
 
@@ -316,6 +318,7 @@ def test_a_fork_in_a_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     for number, ids in enumerate(bag.prefetch(batches(10)), 1):
         train(bag, optimizer, [ids])
         if number == 5:
+            is_waiting.wait()  # else the fork's own thread would make the fifth read
             pid = os.fork()
             if pid != 0:
                 has_forked.set()
