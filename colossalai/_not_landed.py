@@ -42,15 +42,6 @@ FEATURES: tuple[Feature, ...] = (
         names={"colossalai.nn.parallel": "ColoDDP", "colossalai.nn.parallel.data_parallel": "ColoDDP"},
     ),
     Feature(
-        title="A table of embeddings that several ranks share",
-        instead="take CachedEmbeddingBag of colossalai.nn.layer.cached_embedding in one process",
-        names={
-            "colossalai.nn.layer.cached_embedding": "ParallelCachedEmbeddingBag "
-            "ParallelCachedEmbeddingBagTablewise ParallelCachedEmbeddingBagTablewiseSpiltCache "
-            "ParallelCachedEmbeddingBagTablewiseSplitCache TablewiseEmbeddingBagConfig"
-        },
-    ),
-    Feature(
         title="A memory tracer of its own",
         instead="leave it out: Gemini records the first iteration, and record_timeline of "
         "colossalai.zero.gemini returns the record",

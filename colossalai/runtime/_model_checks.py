@@ -151,5 +151,5 @@ def _refuse_cached_tables(model: nn.Module) -> None:
         if CACHED_ROWS_OF in vars(param):
             raise ValueError(
                 f"{name} is the cache of {getattr(param, CACHED_ROWS_OF)}, which no plan trains yet: train a "
-                "model with a cached embedding in a loop of your own, in one process"
+                "model with a cached embedding in a loop of your own"
             )

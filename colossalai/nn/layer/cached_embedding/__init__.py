@@ -7,16 +7,26 @@
 | pinned row | a cached row that a batch without a step needs |
 """
 
-from functools import partial
-from typing import TYPE_CHECKING
-
-from colossalai._not_landed import refuse_name
+from colossalai.nn.layer.cached_embedding._bag import CachedEmbedding as CachedEmbedding
 from colossalai.nn.layer.cached_embedding._bag import CachedEmbeddingBag as CachedEmbeddingBag
 from colossalai.nn.layer.cached_embedding._bag import FreqAwareEmbeddingBag as FreqAwareEmbeddingBag
-from colossalai.nn.layer.cached_embedding._embedding import CachedEmbedding as CachedEmbedding
+from colossalai.nn.layer.cached_embedding._parallel import (
+    ParallelCachedEmbeddingBag as ParallelCachedEmbeddingBag,
+)
 from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr as CachedParamMgr
+from colossalai.nn.layer.cached_embedding._placement import TablePlacement as TablePlacement
+from colossalai.nn.layer.cached_embedding._placement import (
+    TablewiseEmbeddingBagConfig as TablewiseEmbeddingBagConfig,
+)
+from colossalai.nn.layer.cached_embedding._placement import place_tables as place_tables
 from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy as EvictionStrategy
 from colossalai.nn.layer.cached_embedding._slots import SlotMap as SlotMap
-
-if not TYPE_CHECKING:
-    __getattr__ = partial(refuse_name, __name__)  # PEP 562: missing names
+from colossalai.nn.layer.cached_embedding._tablewise import (
+    ParallelCachedEmbeddingBagTablewise as ParallelCachedEmbeddingBagTablewise,
+)
+from colossalai.nn.layer.cached_embedding._tablewise import (
+    ParallelCachedEmbeddingBagTablewiseSpiltCache as ParallelCachedEmbeddingBagTablewiseSpiltCache,
+)
+from colossalai.nn.layer.cached_embedding._tablewise import (
+    ParallelCachedEmbeddingBagTablewiseSplitCache as ParallelCachedEmbeddingBagTablewiseSplitCache,
+)

@@ -1,4 +1,4 @@
-"""`torch.nn.EmbeddingBag` with a cached table."""
+"""`torch.nn.EmbeddingBag` and `torch.nn.Embedding` with a cached table."""
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -149,7 +149,7 @@ class CachedEmbeddingBag(CachedTable):
                 offsets is not None and self.include_last_offset
             )
             self._check_split(error, has_parts=num_bags > 1, factors=factors)
-            _check_offsets(offsets, num_ids=len(input))
+            check_offsets(offsets, num_ids=len(input))
         return torch.cat(
             [self._reduce(*part) for part in self._halves(input, offsets, factors, num_bags // 2)]
         )
@@ -174,7 +174,110 @@ FreqAwareEmbeddingBag = CachedEmbeddingBag
 """Older documented name of `CachedEmbeddingBag`."""
 
 
-def _check_offsets(offsets: Tensor | None, *, num_ids: int) -> None:
+class CachedEmbedding(CachedTable):
+    """`torch.nn.Embedding` with its table in host memory and a cache of rows on the compute device.
+
+    Exact and stateful as `CachedEmbeddingBag` is.
+
+    Args:
+        num_embeddings: Number of rows of the table.
+        embedding_dim: Width of a row.
+        padding_idx: Id that has no gradient.
+        max_norm: Refused; it would change rows in the forward.
+        norm_type: The p of `max_norm`; without effect.
+        scale_grad_by_freq: Whether a gradient is divided by how often its id is in the batch.
+        sparse: Whether gradients are sparse: without it a step takes time for all rows of the cache.
+        _weight: The table, used in place. Default: normal random values, those of torch.
+        dtype: Data type of the table.
+        device: Device of the cache.
+        cache_ratio: Share of the rows that the cache holds, above 0 and up to 1.
+        ids_freq_mapping: (num_embeddings,): how often each id is used. Default: the smaller, the more often.
+        warmup_ratio: Share of the cache that is filled with the most frequent rows at once.
+        buffer_size: Number of rows that are copied at a time; 0 for 64 MiB of them.
+        pin_weight: Whether the table is in pinned memory. Default: where the cache is on an accelerator.
+        evict_strategy: Order in which rows are evicted.
+        weight_path: File of the table, in the format of safetensors under the name "weight". The table is
+            trained in place and can be larger than the memory, with states of the optimizer in files of the
+            same folder. An existing file keeps its values. Default: host memory.
+        overflow: Effect of a batch with more distinct ids than the cache holds: "error", or "split" to
+            compute it in parts where no gradient is needed.
+        name: Name of the table in error messages.
+
+    Raises:
+        ValueError: An argument is out of range, the file has another table, or `max_norm` is given.
+    """
+
+    def __init__(  # noqa: PLR0913 - the documented options
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        _weight: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+        cache_ratio: float = 0.01,
+        ids_freq_mapping: Tensor | Sequence[int] | None = None,
+        warmup_ratio: float = 0.7,
+        buffer_size: int = 0,
+        pin_weight: bool | None = None,
+        evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
+        *,
+        weight_path: str | Path | None = None,
+        overflow: str = "error",
+        name: str = "",
+    ) -> None:
+        super().__init__(
+            num_embeddings,
+            embedding_dim,
+            padding_idx=padding_idx,
+            max_norm=max_norm,
+            sparse=sparse,
+            weight=_weight,
+            weight_path=weight_path,
+            dtype=dtype,
+            device=device,
+            options=CacheOptions(
+                cache_ratio, ids_freq_mapping, warmup_ratio, buffer_size, pin_weight, evict_strategy, overflow
+            ),
+            name=name,
+        )
+        self.max_norm = max_norm
+        self.norm_type = norm_type
+        self.scale_grad_by_freq = scale_grad_by_freq
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of ids.
+
+        Args:
+            input: Ids of any shape.
+
+        Returns:
+            (*input.shape, embedding_dim).
+
+        Raises:
+            ValueError: An id is out of range.
+            RuntimeError: The batch has more distinct ids than the cache holds.
+        """
+        gather = partial(
+            F.embedding,
+            padding_idx=self._padding_slot,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            sparse=self.sparse,
+        )
+        try:
+            return self._look_up(input, gather)
+        except CacheOverflowError as error:
+            self._check_split(error, has_parts=input.numel() > 1)
+        halves = input.flatten().tensor_split(2)
+        # Not by calling the module, whose hooks are for the whole input.
+        return torch.cat([CachedEmbedding.forward(self, each) for each in halves]).view(*input.shape, -1)
+
+
+def check_offsets(offsets: Tensor | None, *, num_ids: int) -> None:
     """Check that offsets are those of bags.
 
     Raises:

@@ -24,7 +24,7 @@ from colossalai.nn.optimizer import PAGE, StateFile
 _BLOCK_BYTES = 1 << 24  # copied at a time in a pass over all rows
 _BLOCK_NUMBERS = 1 << 22  # a multiple of 16
 _NUM_ANNOUNCED = 8192  # rows whose pages are read side by side
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class HostRows:
@@ -190,5 +190,5 @@ def write_rows(table: HostRows, rows: Tensor, values: Tensor) -> None:
 def _bits(tensor: Tensor) -> NDArray[Any]:
     """Return the memory of a tensor, (rows, ...), as integers, (rows, width): numpy has no bfloat16."""
     flat = tensor.detach().view(len(tensor), math.prod(tensor.shape[1:]))
-    bits: NDArray[Any] = flat.view(_BITS[tensor.element_size()]).numpy()
+    bits: NDArray[Any] = flat.view(BITS[tensor.element_size()]).numpy()
     return bits

@@ -89,6 +89,8 @@ class CachedParamMgr:
     _requires_grad: bool  # of the table, as it was handed out
     _param_version: int
     _table_version: int
+    has_whole_rows: bool = True
+    """Whether the table has all columns of its rows; other ranks have the others."""
     window: RowWindow | None = None
     """Batches that are to come, while a loader of `prefetch` is in use."""
 
@@ -195,6 +197,14 @@ class CachedParamMgr:
     def slots_of(self, rows: Tensor) -> Tensor:
         """Return the slots of rows, -1 for those that are not cached."""
         return self._slots.slots_of(rows)
+
+    def set_tables(self, begins: Sequence[int]) -> None:
+        """Note that the rows are those of several tables, whose gradients are added separately.
+
+        Args:
+            begins: The first row of each table.
+        """
+        self._slots.table_begins = tuple(begins)
 
     def reorder(
         self, ids_freq_mapping: Tensor | Sequence[int] | None = None, warmup_ratio: float = 0.7
@@ -437,6 +447,17 @@ class CachedParamMgr:
         assert weight.shape == (self.num_rows, self.dim)
         self.flush()
         self._table.load(weight)
+
+    @torch.no_grad()
+    def load_rows(self, begin: int, weight: Tensor) -> None:
+        """Replace the values of some rows of the table, which the cache notices by the table's version.
+
+        Args:
+            begin: The first row.
+            weight: The values, (rows, dim).
+        """
+        self.flush()
+        self._table.tensor[begin : begin + len(weight)].copy_(weight)
 
     @torch.no_grad()
     def replace_table(self, weight: Tensor) -> None:

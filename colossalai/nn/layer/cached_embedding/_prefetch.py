@@ -29,6 +29,42 @@ Batch = TypeVar("Batch")
 IdsOf = Callable[[Any], Tensor | Sequence[Tensor]]
 
 
+def check_ids_of(ids: object) -> None:
+    """Check the function that returns the ids of a batch.
+
+    Raises:
+        TypeError: `ids` is not None and cannot be called.
+    """
+    if ids is not None and not callable(ids):
+        raise TypeError(f"ids is {ids!r}; it must be a function of a batch, as lambda batch: batch[0]")
+
+
+def flat_ids(batch: Any, ids_of: IdsOf | None) -> Tensor:
+    """Return the ids of a batch of a loader as one tensor, int64 in host memory.
+
+    Args:
+        batch: The batch.
+        ids_of: Function that returns its ids; None if it is its ids.
+
+    Raises:
+        TypeError: The ids are not tensors of integers.
+    """
+    found = batch if ids_of is None else ids_of(batch)
+    tensors = [found] if isinstance(found, Tensor) or ids_of is None else found
+    if not isinstance(tensors, list | tuple) or not all(isinstance(each, Tensor) for each in tensors):
+        raise TypeError(
+            f"prefetch found {type(found).__name__} for the ids of a batch: give ids, a function that "
+            "returns a tensor or a list of them, as ids=lambda batch: batch[0]"
+        )
+    flat = [each.detach().flatten().cpu() for each in tensors]
+    for each in flat:
+        if each.dtype not in (torch.int64, torch.int32):
+            raise TypeError(
+                f"prefetch found ids of type {each.dtype}, which must be torch.int64 or int32: check ids"
+            )
+    return flat[0].long() if len(flat) == 1 else torch.cat([_NO_IDS, *(each.long() for each in flat)])
+
+
 class Window:
     """Rows of the current batch of a loop and of the next ones.
 
@@ -95,21 +131,7 @@ class Window:
         return [each for each in [*self._next][begin : self._depth] if each.is_in_range]
 
     def _ids(self, batch: Any) -> Tensor:
-        """Return the ids of a batch as one tensor."""
-        found = batch if self._ids_of is None else self._ids_of(batch)
-        tensors = [found] if isinstance(found, Tensor) or self._ids_of is None else found
-        if not isinstance(tensors, list | tuple) or not all(isinstance(each, Tensor) for each in tensors):
-            raise TypeError(
-                f"prefetch found {type(found).__name__} for the ids of a batch: give ids, a function that "
-                "returns a tensor or a list of them, as ids=lambda batch: batch[0]"
-            )
-        flat = [each.detach().flatten().cpu() for each in tensors]
-        for each in flat:
-            if each.dtype not in (torch.int64, torch.int32):
-                raise TypeError(
-                    f"prefetch found ids of type {each.dtype}, which must be torch.int64 or int32: check ids"
-                )
-        return flat[0].long() if len(flat) == 1 else torch.cat([_NO_IDS, *(each.long() for each in flat)])
+        return flat_ids(batch, self._ids_of)
 
 
 class _ReadAhead(Generic[Batch]):

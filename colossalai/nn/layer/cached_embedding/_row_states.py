@@ -46,6 +46,10 @@ class CachedRows(Protocol):
         """Number of rows of the table."""
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether the table has all columns of its rows."""
+
+    @property
     def in_flight(self) -> InFlight:
         """Its batches in flight."""
 
@@ -188,6 +192,11 @@ class RowStates:
                 "prepared: call backward(), then step()"
             )
         _check_row_wise(optimizer, group, self._name)
+        if isinstance(optimizer, RowWiseAdagrad) and not cache.has_whole_rows:
+            raise ValueError(
+                f"RowWiseAdagrad has one sum for each row of {self._name}, whose columns are on several "
+                "ranks: use Adagrad, or ParallelCachedEmbeddingBagTablewise, which has whole rows"
+            )
         self.adopt(optimizer)
         grad = cache.param.grad
         if grad is None:

@@ -125,7 +125,10 @@ class SlotMap:
         row_of: (num_slots,): id of the row in each slot, -1 in an empty one.
         num_pins: (num_slots,): number of batches that need the row in each slot.
         num_moves: Number of times that rows have entered or left.
+        table_begins: The first row of each table, if the rows are those of several.
     """
+
+    table_begins: tuple[int, ...] = (0,)
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr
-from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, Window
+from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, Window, check_ids_of
 from colossalai.nn.layer.cached_embedding._slots import CacheOverflowError, EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table_file import TableFile
 
@@ -91,7 +91,7 @@ class CachedTable(nn.Module):
         name: str,
     ) -> None:
         super().__init__()
-        kind = type(self).__name__
+        kind = self._get_name()
         if max_norm is not None:
             raise ValueError(
                 f"max_norm={max_norm}: {kind} writes back the rows that a step has changed, and max_norm "
@@ -225,8 +225,7 @@ class CachedTable(nn.Module):
         """
         if not isinstance(depth, int) or depth < 0:
             raise ValueError(f"depth is {depth!r}; it must be a number of batches, or 0 for none")
-        if ids is not None and not callable(ids):
-            raise TypeError(f"ids is {ids!r}; it must be a function of a batch, as lambda batch: batch[0]")
+        check_ids_of(ids)
         if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):  # as `iter` takes it
             raise TypeError(
                 f"prefetch takes a loader of batches, and {type(loader).__name__} cannot be iterated"
@@ -339,9 +338,8 @@ class CachedTable(nn.Module):
         if self.padding_idx is not None:
             rows.tensor[self.padding_idx].zero_()
 
-    @staticmethod
-    def _check_ranks(name: str) -> None:
-        """Check that the job has one rank.
+    def _check_ranks(self, name: str) -> None:
+        """Check that the job has the ranks that the table is for: one.
 
         Raises:
             RuntimeError: The job has several.
@@ -349,7 +347,8 @@ class CachedTable(nn.Module):
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             raise RuntimeError(
                 f"{name} is in a job of {dist.get_world_size()} ranks, which have other rows in the "
-                "same slots, so their gradients cannot be averaged: train it in one process"
+                "same slots, so their gradients cannot be averaged: use ParallelCachedEmbeddingBag, or train "
+                "it in one process"
             )
 
     @property
@@ -371,7 +370,10 @@ class CachedTable(nn.Module):
         super()._save_to_state_dict(
             destination, prefix, keep_vars
         )  # parameters and buffers of a subclass, too
-        destination[prefix + "weight"] = self.weight if keep_vars else self.weight.detach()
+        for key, table in self._saved_tables():
+            destination[prefix + key] = table if keep_vars else table.detach()
+        if "weight" not in self._saved_shapes:
+            del destination[prefix + "weight"]  # the cache
 
     def _load_from_state_dict(
         self,
@@ -383,7 +385,7 @@ class CachedTable(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        key, param = prefix + "weight", self._parameters["weight"]
+        param = self._parameters["weight"]
         self._parameters["weight"] = None  # the base class skips it: the table has another shape
         try:
             super()._load_from_state_dict(
@@ -391,20 +393,40 @@ class CachedTable(nn.Module):
             )
         finally:
             self._parameters["weight"] = param
-        if key in unexpected_keys:
-            unexpected_keys.remove(key)
-        if key not in state_dict:
-            if strict:
-                missing_keys.append(key)
-            return
-        loaded = state_dict[key]
-        shape = (self.num_embeddings, self.embedding_dim)
-        if tuple(loaded.shape) != shape:
-            error_msgs.append(
-                f"size mismatch for {key}: copying a param with shape {tuple(loaded.shape)} from checkpoint, "
-                f"the shape of the table is {shape}."
-            )
-        elif local_metadata.get("assign_to_params_buffers", False):
+        is_assigned = local_metadata.get("assign_to_params_buffers", False)
+        for key, shape in self._saved_shapes.items():
+            full_key = prefix + key
+            if full_key in unexpected_keys:
+                unexpected_keys.remove(full_key)
+            loaded = state_dict.get(full_key)
+            if loaded is None:
+                missing_keys.extend([full_key] if strict else [])
+            elif tuple(loaded.shape) != shape:
+                error_msgs.append(
+                    f"size mismatch for {full_key}: copying a param with shape {tuple(loaded.shape)} from "
+                    f"checkpoint, the shape of the table is {shape}."
+                )
+            else:
+                self._load_table(key, loaded, is_assigned=is_assigned)
+
+    @property
+    def _saved_shapes(self) -> dict[str, tuple[int, int]]:
+        """Shapes of the whole tables in the state dict, by their keys."""
+        return {"weight": (self.num_embeddings, self.embedding_dim)}
+
+    def _saved_tables(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the whole tables of the state dict with their keys."""
+        return [("weight", self.weight)]
+
+    def _load_table(self, key: str, loaded: Tensor, *, is_assigned: bool) -> None:
+        """Take a whole table of a state dict.
+
+        Args:
+            key: Its key.
+            loaded: The table.
+            is_assigned: Whether it replaces the table, as `load_state_dict(assign=True)` requests.
+        """
+        if is_assigned:
             self.cache_weight_mgr.replace_table(loaded)
         else:
             self.cache_weight_mgr.load(loaded)
