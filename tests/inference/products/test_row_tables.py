@@ -12,12 +12,20 @@ from torch.nn import functional
 from colossalai.inference import LLM, EngineOptions, SamplingParams, serving_memory
 from colossalai.inference.products import _products, _row_tables, quantize, served_products
 from colossalai.inference.products._products import PackedProduct
-from colossalai.inference.products._quantized_products import make_quantized_product
+from colossalai.inference.products._quantized_products import (
+    integer_products_saturate,
+    make_quantized_product,
+)
 from colossalai.inference.products._quantized_weight import QuantizationWay
 from tests.inference.models import greedy, prompts, tiny
 
 pytestmark = pytest.mark.unit
 
+NO_VNNI = pytest.mark.skipif(integer_products_saturate(), reason="integer products without VNNI are rounded")
+INT8 = pytest.param("int8", marks=NO_VNNI)
+NO_BF16 = pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN packs no bfloat16 on this processor"
+)
 POOL = 2**22
 GREEDY = SamplingParams(max_tokens=12, temperature=0)
 
@@ -37,7 +45,7 @@ def test_groups_waste_little() -> None:
         assert out_features <= number * size <= max(1.05 * out_features, out_features + 15 * number)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=NO_BF16)])
 @pytest.mark.parametrize(("out_features", "in_features"), [(24, 40), (700, 33), (320, 1), (1, 8)])
 def test_products_with_tables_are_those_of_plain_weights(
     out_features: int, in_features: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +78,7 @@ def test_products_with_tables_are_those_of_plain_weights(
     assert torch.equal(weight, kept)
 
 
+@NO_VNNI
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("out_features", "in_features"), [(24, 40), (330, 2500), (320, 1)])
 def test_int8_products_have_the_same_bits_with_tables(
@@ -93,9 +102,22 @@ def test_int8_products_have_the_same_bits_with_tables(
 
 
 @pytest.mark.usefixtures("faster")
+def test_int8_tables_are_dropped_without_vnni() -> None:
+    weight = torch.randn(330, 250, generator=torch.Generator().manual_seed(0))
+    product = make_quantized_product(quantize(weight, QuantizationWay.of("int8")), None, torch.float32)
+    product._is_halved = True  # type: ignore[attr-defined]
+    assert _row_tables.keep_row_tables([product], is_wanted=True, free_memory=lambda: 0.0) == 0
+    assert product.row_table is None
+
+
+@pytest.mark.usefixtures("faster")
 @pytest.mark.parametrize(
     ("family", "num_products", "quantize_way"),
-    [("Llama", 4 * 5 + 1, None), ("OPT", 4 * 6 + 1, None), ("Llama", 4 * 4 + 1, "int8")],
+    [
+        ("Llama", 4 * 5 + 1, None),
+        ("OPT", 4 * 6 + 1, None),
+        pytest.param("Llama", 4 * 4 + 1, "int8", marks=NO_VNNI),
+    ],
 )
 def test_texts_are_the_same_with_tables(
     family: str, num_products: int, quantize_way: str | None, tmp_path: Path
@@ -115,7 +137,7 @@ def test_texts_are_the_same_with_tables(
 
 
 @pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("quantize_way", [None, "int8"])
+@pytest.mark.parametrize("quantize_way", [None, INT8])
 def test_new_weights_are_in_the_tables(quantize_way: str | None, tmp_path: Path) -> None:
     tiny("Llama").save_pretrained(tmp_path / "old")
     new = tiny("Llama")
@@ -184,7 +206,7 @@ def test_a_model_of_somebody_else_is_not_copied() -> None:
 
 
 @pytest.mark.usefixtures("faster")
-@pytest.mark.parametrize("quantize_way", [None, "int8"])
+@pytest.mark.parametrize("quantize_way", [None, INT8])
 def test_tables_are_counted(quantize_way: str | None, tmp_path: Path) -> None:
     tiny("OPT").save_pretrained(tmp_path)
     options = EngineOptions(quantize=quantize_way, has_row_tables=True)
