@@ -86,6 +86,16 @@ def pairwise(*values: Sequence[Any]) -> list[tuple[Any, ...]]:
     return cells
 
 
+def once_and_pairs(once: Sequence[tuple[Any, ...]], *values: Sequence[Any]) -> list[Any]:
+    """Return all cells of a matrix of costly cells.
+
+    `make test` runs those of `once`, `make long` those of `pairwise`, `make soak` the others.
+    """
+    pairs = set(pairwise(*values))
+    others = [cell for cell in itertools.product(*values) if cell not in once]
+    return [*once, *(further(*cell) if cell in pairs else in_soak(*cell) for cell in others)]
+
+
 def _pairs_of(cell: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
     """Return all pairs of parameters with their values."""
     return itertools.combinations(enumerate(cell), 2)

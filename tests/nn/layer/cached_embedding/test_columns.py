@@ -2,7 +2,6 @@
 
 import copy
 import io
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from colossalai.nn.layer.cached_embedding import EvictionStrategy, ParallelCache
 from colossalai.nn.optimizer import RowWiseAdagrad
 from tests.nn.layer.cached_embedding.tables import DIM, NUM_ROWS, OPTIMIZERS, OWN, batches
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import once_and_pairs
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
@@ -33,9 +32,7 @@ ONCE = [
     (4, "sparse_adam", EvictionStrategy.LRU, 1.0, None),
     (2, "sparse_adam", EvictionStrategy.BELADY, 0.1, 1),
 ]
-CELLS = [
-    *itertools.product((1, 2, 4), COLUMN_WISE, EvictionStrategy, (0.06, 0.1, 1.0), (None, 0, 1, 4)),
-]
+VALUES = ((1, 2, 4), COLUMN_WISE, [*EvictionStrategy], (0.06, 0.1, 1.0), (None, 0, 1, 4))
 
 
 def make_pair(**options: Any) -> tuple[nn.EmbeddingBag, ParallelCachedEmbeddingBag]:
@@ -104,7 +101,7 @@ def train_200_steps(name: str, strategy: EvictionStrategy, ratio: float, depth: 
 
 @pytest.mark.parametrize(
     ("num_ranks", "name", "strategy", "ratio", "depth"),
-    [*ONCE, *(further(*each) for each in CELLS if each not in ONCE)],
+    once_and_pairs(ONCE, *VALUES),
 )
 def test_200_steps_have_the_bits_of_torch(
     num_ranks: int, name: str, strategy: EvictionStrategy, ratio: float, depth: int | None

@@ -1,6 +1,5 @@
 """Tables that ranks own have the bits of torch's bags in one process, with one cache or several."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +27,7 @@ from colossalai.nn.parallel.layers import (
 from tests.nn.layer.cached_embedding.tables import OPTIMIZERS
 from tests.nn.layer.cached_embedding.test_columns import fail, loss_of, part_of
 from tests.ranks import run_ranks
-from tests.tiers import further
+from tests.tiers import once_and_pairs
 
 pytestmark = [pytest.mark.dist, pytest.mark.filterwarnings("ignore:Sparse invariant checks")]
 
@@ -45,7 +44,7 @@ ONCE = [
     (2, "split", "row_wise", EvictionStrategy.LRU, 4),
     (4, "split", "sgd", EvictionStrategy.LFU, None),
 ]
-CELLS = [*itertools.product((1, 2, 4), KINDS, OPTIMIZERS, EvictionStrategy, (None, 0, 1, 4))]
+VALUES = ((1, 2, 4), [*KINDS], [*OPTIMIZERS], [*EvictionStrategy], (None, 0, 1, 4))
 
 
 class Bags(NamedTuple):
@@ -148,7 +147,7 @@ def train_200_steps(kind: str, name: str, strategy: EvictionStrategy, depth: int
 
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "name", "strategy", "depth"),
-    [*ONCE, *(further(*each) for each in CELLS if each not in ONCE)],
+    once_and_pairs(ONCE, *VALUES),
 )
 def test_200_steps_have_the_bits_of_torch(
     num_ranks: int, kind: str, name: str, strategy: EvictionStrategy, depth: int | None
