@@ -240,8 +240,11 @@ class Gradients:
     def clip_values(self, bound: float) -> None:
         """Clamp their elements to `[-bound, bound]`; after `prepare`."""
         for run in self._runs():
+            for param in run:
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = param.grad.coalesce()  # its entries are elements then
             for grad in local_grads(run):
-                grad.clamp_(-bound, bound)
+                (grad.values() if grad.is_sparse else grad).clamp_(-bound, bound)
 
     def num_zeros(self) -> int:
         """Return the number of zero elements over all ranks; after `prepare`; collective."""

@@ -438,7 +438,8 @@ def share_name(name: str, overflow: Overflow, group: dist.ProcessGroup) -> str:
 def _finding(grads: Sequence[torch.Tensor], places: Sequence[int]) -> torch.Tensor:
     """Return this rank's finding as an int64 scalar on the gradients' device."""
     # torch has no infinity norm of an empty tensor
-    held = [(grad, place) for grad, place in zip(grads, places, strict=True) if grad.numel()]
+    entries = (grad._values() if grad.is_sparse else grad for grad in grads)
+    held = [(grad, place) for grad, place in zip(entries, places, strict=True) if grad.numel()]
     if not held:
         return torch.zeros((), dtype=torch.int64, device=_default_device())
     global_rank = dist.get_rank() if dist.is_initialized() else 0

@@ -23,7 +23,14 @@ from torch.optim import Optimizer
 from colossalai.amp._sharded_params import MASTERS_KEY, STATE_KEY, OptimizerParams
 from colossalai.amp._step_plan import params_of
 from colossalai.context import Axis
-from colossalai.tensor import gradient_sync, keep_full_precision, keeps_dtype, scale_grads
+from colossalai.tensor import (
+    gradient_sync,
+    keep_full_precision,
+    keeps_dtype,
+    row_cache_of,
+    scale_grads,
+    set_output_dtype,
+)
 
 
 class Masters(OptimizerParams):
@@ -241,7 +248,9 @@ class Casts:
         return masters
 
     def cast_buffers(self, model: nn.Module) -> None:
-        """Cast the floating buffers of a model in place; see `keeps_buffers`."""
+        """Cast the floating buffers of a model, and outputs of its cached tables; see `keeps_buffers`."""
+        if self.dtype is not None:
+            set_output_dtype(model, self.dtype)
         if self.dtype is not None and self.keeps_buffers:
             keep_full_precision(model, self.dtype, is_plain=lambda buffer: not self._is_cast(buffer))
             return
@@ -251,7 +260,7 @@ class Casts:
     def _is_cast(self, tensor: torch.Tensor) -> bool:
         if self.dtype is None or not tensor.is_floating_point():
             return False
-        return id(tensor) not in self.keep and not keeps_dtype(tensor)
+        return id(tensor) not in self.keep and not keeps_dtype(tensor) and row_cache_of(tensor) is None
 
 
 def _master_of(param: nn.Parameter) -> nn.Parameter:

@@ -27,7 +27,7 @@ from colossalai.amp._masters import Masters
 from colossalai.amp._sharded_params import OptimizerParams
 from colossalai.amp._step_plan import UNKNOWN_PLACE, params_of
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import as_memory, is_own_attribute, spec_of
+from colossalai.tensor import as_memory, is_own_attribute, row_cache_of, spec_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -376,14 +376,15 @@ class OptimizerWrapper(Optimizer):
 
         They are averaged over the replicas, divided by the loss scale, and clipped if they have been. Call it
         on all ranks between the last backward of a step and the step; a rank then has memory for all of them.
-        Parameters without a gradient are left out. Before a step that will be skipped for overflow they are
-        not divided. Under a pipeline they are those of this stage.
+        Parameters without a gradient are left out, and caches of tables, whose gradients name slots. Before a
+        step that will be skipped for overflow they are not divided. Under a pipeline they are those of this
+        stage.
         """
         self.gradients.prepare()
         return {
             self.param_names[param]: _whole(param, grad)
             for param, grad in self.masters.gathered_grads(self.gradients.plan.params).items()
-            if param in self.param_names
+            if param in self.param_names and row_cache_of(param) is None
         }
 
     @_in_scope

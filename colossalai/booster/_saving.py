@@ -144,6 +144,11 @@ class Saving:
                 "a training state holds one optimizer, and several are given: pass none, and save each with "
                 "save_optimizer (and load_optimizer)"
             )
+        if isinstance(lr_scheduler, list | tuple):
+            raise ValueError(
+                "a training state holds one scheduler, and several are given: pass none, and save each with "
+                "save_lr_scheduler (and load_lr_scheduler)"
+            )
         return Run(
             is_in_window=isinstance(optimizer, AccumulatingOptimizer) and optimizer.window.is_in_window,
             model=model,

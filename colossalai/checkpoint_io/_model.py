@@ -12,7 +12,7 @@ earlier versions had 16 bits, and levels of Apex and a model that was built in 1
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Set
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -58,14 +58,21 @@ from colossalai.checkpoint_io.resharding import (
 from colossalai.checkpoint_io.storage import DEFAULT_BUFFER_MB, MODEL_FOLDER, listed
 from colossalai.context import Mesh
 from colossalai.logging import get_dist_logger
-from colossalai.tensor import FullPrecisionTensor, as_memory
+from colossalai.tensor import CACHED_TABLE, ROW_CACHE, FullPrecisionTensor, as_memory
 
 _OTHERS = "extra state"  # under it are the values that are not tensors
 
 
 def local_model_state(model: NamedModel) -> LocalState:
     """Return the state of a model on this rank: its own tensors, and all else in its state dict."""
-    return LocalState(lambda: model.values, merge_by_name, flat_state, join=stored_values)
+
+    def values() -> dict[str, Any]:
+        for param in model.module.parameters():
+            if hasattr(param, ROW_CACHE):
+                getattr(param, ROW_CACHE).check_readable()
+        return model.values
+
+    return LocalState(values, merge_by_name, flat_state, join=stored_values)
 
 
 def model_state(module: nn.Module, *, prefix: str = "") -> ShardedStateDict:
@@ -174,7 +181,11 @@ class ModelLoadPlan:
         Collective where the model keeps its parameters in sections.
         """
         try:
-            yield
+            with ExitStack() as tables:
+                for param in self.module.parameters():
+                    if hasattr(param, ROW_CACHE):
+                        tables.enter_context(getattr(param, ROW_CACHE).loading())
+                yield
         finally:
             for note_written in self.notes:
                 note_written()
@@ -227,6 +238,7 @@ def plan_model_loading(
     wanted = {name: in_full_precision(value) for name, value in given.items()}
     _refuse_meta({} if is_lazy else wanted)
     params = {id(param) for param in module.parameters()}
+    params |= {id(value) for value in wanted.values() if hasattr(value, CACHED_TABLE)}
     own = params | {id(buffer) for buffer in module.buffers()}
     targets = {name: value for name, value in wanted.items() if id(value) in own}
     notes = notes_of(targets)

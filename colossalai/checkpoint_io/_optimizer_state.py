@@ -9,8 +9,8 @@ The content, also of a single torch file:
     optimizer     the name of the class
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, cast
 
 import torch
@@ -36,6 +36,7 @@ from colossalai.checkpoint_io.storage import (
     listed,
     refuse_other_form,
 )
+from colossalai.tensor import CACHED_TABLE, ROW_CACHE, tables_for_caches
 
 ParamNames = Mapping[nn.Parameter, str]
 
@@ -50,18 +51,27 @@ _FORM: dict[str | type, Form] = {
 _NAMES_IN_GROUP = ("params", "param_names")
 
 
-def opened(optimizer: Optimizer | None, *, loads: bool) -> AbstractContextManager[Optimizer | None]:
-    """Return a context that gives the optimizer that holds the parameters of the model, as they are named.
+@contextmanager
+def opened(optimizer: Optimizer | None, *, loads: bool) -> Iterator[Optimizer | None]:
+    """Context that gives the optimizer that holds the parameters of the model, as they are named.
 
-    A wrapped optimizer can hold other tensors in their place: float32 masters, slices.
+    A wrapped optimizer can hold other tensors in their place: float32 masters, slices. Any can hold caches of
+    tables, which are in their places here.
 
     Args:
         optimizer: A wrapped optimizer, or any other.
         loads: Whether the block replaces states.
     """
+    held: AbstractContextManager[Optimizer | None] = nullcontext(optimizer)
     if isinstance(optimizer, OptimizerWrapper):
-        return optimizer.for_checkpoint(loads=loads)
-    return nullcontext(optimizer)
+        held = optimizer.for_checkpoint(loads=loads)
+    with held as raw:
+        groups = [] if raw is None else raw.param_groups
+        if raw is None or not any(hasattr(param, ROW_CACHE) for group in groups for param in group["params"]):
+            yield raw
+            return
+        with tables_for_caches(raw, loads=loads):
+            yield raw
 
 
 def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str, nn.Parameter]:
@@ -73,7 +83,8 @@ def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str,
     named: dict[str, nn.Parameter] = {}
     for number, group in enumerate(optimizer.param_groups):
         for place, parameter in enumerate(group["params"]):
-            name = param_names.get(parameter)
+            is_table = hasattr(parameter, CACHED_TABLE)
+            name = _name_of_table(parameter, param_names) if is_table else param_names.get(parameter)
             if name is None:
                 raise ValueError(
                     f"parameter {place} of group {number} (of shape {tuple(parameter.shape)}) has no name in "
@@ -83,6 +94,15 @@ def named_parameters(optimizer: Optimizer, param_names: ParamNames) -> dict[str,
                 raise ValueError(f"two parameters of the optimizer are called {name!r} in param_names")
             named[name] = parameter
     return named
+
+
+def _name_of_table(table: nn.Parameter, param_names: ParamNames) -> str | None:
+    cache, key = getattr(table, CACHED_TABLE)  # the parameter of a module, whose state dict has the key
+    name = param_names.get(cache)
+    if name is None:
+        return None
+    prefix, dot, _ = name.rpartition(".")
+    return f"{prefix}{dot}{key}"
 
 
 def hyper_parameters(group: Mapping[str, object]) -> dict[str, object]:

@@ -18,7 +18,7 @@ from colossalai.runtime._plan import Plan
 from colossalai.runtime._refused_calls import refuse_calls
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.runtime.methods import Assembly
-from colossalai.tensor import CHUNK_PLACE, as_memory, local_slice, spec_of
+from colossalai.tensor import CHUNK_PLACE, as_memory, local_slice, row_cache_of, row_caches, spec_of
 
 
 def assemble(
@@ -113,10 +113,12 @@ def describe_model(model: nn.Module, plan: Plan) -> str:
     """
     if not isinstance(model, nn.Module):
         return ""  # `assemble` refuses it
-    specs = ((param, spec_of(param)) for param in model.parameters())
+    caches = row_caches(model)
+    specs = ((param, spec_of(param)) for param in model.parameters() if row_cache_of(param) is None)
     number = sum(param.numel() if spec is None else math.prod(spec.whole_shape) for param, spec in specs)
     is_stage = has_full_names(model) or (plan.pipeline is not None and plan.pipeline.partition is None)
-    return f"{type(model).__name__}, {number:,} parameters{' in this stage' if is_stage else ''}"
+    where = " in this stage" if is_stage else ""
+    return f"{type(model).__name__}, {number:,} parameters{where}{' beside cached tables' if caches else ''}"
 
 
 def log_start(
@@ -144,6 +146,9 @@ def log_start(
 
 def _is_whole(param: nn.Parameter) -> bool:
     """Return whether this rank holds all values of a parameter."""
+    cache = row_cache_of(param)
+    if cache is not None and cache.axis is not None and cache.axis.size > 1:
+        return False
     return not _is_cut(param) and local_slice(param) is param and CHUNK_PLACE not in vars(param)
 
 

@@ -7,11 +7,12 @@ from torch.optim import Optimizer
 
 from colossalai.amp import OptimizerWrapper
 from colossalai.context import Layout, Mesh
+from colossalai.nn.parallel import check_row_caches
 from colossalai.pipeline import has_full_names
 from colossalai.runtime._plan import Plan
 from colossalai.runtime._wrapper import ModelWrapper
 from colossalai.runtime.methods import refuse_compiled
-from colossalai.tensor import CACHED_ROWS_OF, built_for, spec_of
+from colossalai.tensor import built_for, row_cache_of, spec_of
 
 
 def check_given(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> Layout:
@@ -19,12 +20,12 @@ def check_given(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], m
 
     Raises:
         ValueError: `model` or an optimizer has been assembled before or is of another type, two optimizers
-            share a parameter, a parameter is the cache of a table, the plan was made for another model, or
-            the mesh or the layers of the model belong to another plan.
+            share a parameter, a cached table cannot be trained by the plan or by an optimizer, the plan was
+            made for another model, or the mesh or the layers of the model belong to another plan.
     """
     _check_types(model, optimizers)
-    _refuse_cached_tables(model)
     layout = layout_of(plan, mesh)
+    _check_cached_tables(plan, model, optimizers, mesh)
     if plan.made_for is not None:
         refuse_other_model(plan.made_for, model, is_part=has_full_names(model))
     check_built_for(plan, model, mesh)
@@ -141,15 +142,18 @@ def _check_types(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         held |= own
 
 
-def _refuse_cached_tables(model: nn.Module) -> None:
-    """Refuse parameters that are caches of tables.
+def _check_cached_tables(plan: Plan, model: nn.Module, optimizers: Sequence[Optimizer], mesh: Mesh) -> None:
+    """Check that the plan can train the cached tables of a model.
 
     Raises:
-        ValueError: `model` has one.
+        ValueError: The plan has a pipeline, the tables are divided among other ranks, or an optimizer does
+            not change rows separately.
     """
     for name, param in model.named_parameters():
-        if CACHED_ROWS_OF in vars(param):
+        if plan.pipeline is not None and (cache := row_cache_of(param)) is not None:
             raise ValueError(
-                f"{name} is the cache of {getattr(param, CACHED_ROWS_OF)}, which no plan trains yet: train a "
-                "model with a cached embedding in a loop of your own"
+                f"{name} is the cache of {cache.name}: cached tables and pipelines cannot be combined, since "
+                "a microbatch of the ids of all ranks has other samples than one of a rank's own batch: "
+                "leave the pipeline out"
             )
+    check_row_caches(model, optimizers, mesh.axis(mesh.batch_axes))

@@ -1,6 +1,6 @@
 """Sharded tensors: specs, boxes, local slices, and norms and gradient synchronization derived from them."""
 
-from colossalai.tensor._attributes import CACHED_ROWS_OF as CACHED_ROWS_OF
+from colossalai.tensor._attributes import CACHED_TABLE as CACHED_TABLE
 from colossalai.tensor._attributes import CHECKPOINT_PREFIX as CHECKPOINT_PREFIX
 from colossalai.tensor._attributes import CHECKPOINT_TIED_NAMES as CHECKPOINT_TIED_NAMES
 from colossalai.tensor._attributes import CHUNK_PLACE as CHUNK_PLACE
@@ -8,6 +8,7 @@ from colossalai.tensor._attributes import DDP_IGNORED as DDP_IGNORED
 from colossalai.tensor._attributes import LAZY_TAPE as LAZY_TAPE
 from colossalai.tensor._attributes import PART_OF_CUT_MODEL as PART_OF_CUT_MODEL
 from colossalai.tensor._attributes import PIPELINE_SHARE as PIPELINE_SHARE
+from colossalai.tensor._attributes import ROW_CACHE as ROW_CACHE
 from colossalai.tensor._box import Box as Box
 from colossalai.tensor._box import block_boxes as block_boxes
 from colossalai.tensor._box import flat_boxes as flat_boxes
@@ -44,6 +45,17 @@ from colossalai.tensor._norm import scale_grads as scale_grads
 from colossalai.tensor._padded import PaddedSpec as PaddedSpec
 from colossalai.tensor._padded import pad_to as pad_to
 from colossalai.tensor._padded import padded_size as padded_size
+from colossalai.tensor._row_cache import RowCache as RowCache
+from colossalai.tensor._row_cache import RowCacheModule as RowCacheModule
+from colossalai.tensor._row_cache import RowCacheStates as RowCacheStates
+from colossalai.tensor._row_cache import cached_tables as cached_tables
+from colossalai.tensor._row_cache import row_cache_modules as row_cache_modules
+from colossalai.tensor._row_cache import row_cache_of as row_cache_of
+from colossalai.tensor._row_cache import row_caches as row_caches
+from colossalai.tensor._row_cache import set_output_dtype as set_output_dtype
+from colossalai.tensor._row_cache import set_row_cache as set_row_cache
+from colossalai.tensor._row_cache import tables_for_caches as tables_for_caches
+from colossalai.tensor._row_cache import without_row_caches as without_row_caches
 from colossalai.tensor._sharded_module import ParameterHolder as ParameterHolder
 from colossalai.tensor._sharded_module import SpecKeeper as SpecKeeper
 from colossalai.tensor._sharded_module import built_for as built_for

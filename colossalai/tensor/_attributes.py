@@ -25,8 +25,11 @@ BUILT_FOR = "built_for"
 CHUNK_PLACE = "chunk_place"
 """A parameter of a model in chunks: the place of its values (`zero/gemini/_hooks.py`)."""
 
-CACHED_ROWS_OF = "cached_rows_of"
-"""A parameter that caches rows of a table: the name of the table (`nn/layer/cached_embedding`)."""
+ROW_CACHE = "row_cache"
+"""A parameter that caches rows of tables: its `RowCache` (`tensor/_row_cache.py`)."""
+
+CACHED_TABLE = "cached_table"
+"""A table to be saved: the parameter that caches it, its key in the module (`tensor/_row_cache.py`)."""
 
 LAZY_TAPE = "lazy_tape"
 """The storage of a lazy tensor: the operations that will write it (`lazy/_tape.py`)."""

@@ -135,7 +135,8 @@ def scale_grads(params: Iterable[torch.Tensor], factor: float | torch.Tensor) ->
     if grads:
         if isinstance(factor, torch.Tensor):
             factor = factor.to(grads[0].device)  # offloaded gradients are on the host
-        torch._foreach_mul_([grad for grad in grads if not grad.is_sparse], factor)
+        if dense := [grad for grad in grads if not grad.is_sparse]:
+            torch._foreach_mul_(dense, factor)
         for grad in grads:
             if grad.is_sparse:
                 grad.mul_(factor)

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from colossalai.communication import all_gather
 from colossalai.context import Axis, Mesh
-from colossalai.tensor._attributes import FRAGMENT_OF, SHARDING_SPEC
+from colossalai.tensor._attributes import FRAGMENT_OF, ROW_CACHE, SHARDING_SPEC
 from colossalai.tensor._notation import (
     HasMesh,
     dims_of_notation,
@@ -265,7 +265,7 @@ def by_sharding_groups(tensors: Iterable[torch.Tensor]) -> dict[Groups, list[tor
     """Return tensors by the process groups over which they are cut; none for replicated ones.
 
     A DTensor that carries a spec is cut by both: a tensor-parallel slice that FSDP has cut further. So is a
-    fragment of a tensor that carries one.
+    fragment of a tensor that carries one. Caches of rows are cut over the ranks that divide their tables.
     """
     found: dict[Groups, list[torch.Tensor]] = {}
     groups_of: dict[
@@ -288,6 +288,8 @@ def by_sharding_groups(tensors: Iterable[torch.Tensor]) -> dict[Groups, list[tor
             mesh, placements = whole.device_mesh, whole.placements
             cut = (dim for dim, placement in enumerate(placements) if placement.is_shard())
             groups = (*groups, *(mesh.get_group(dim) for dim in cut))
+        if (cache := getattr(whole, ROW_CACHE, None)) is not None and cache.axis is not None:
+            groups = (cache.axis.group,) if cache.axis.size > 1 else ()
         found.setdefault((*groups, *cut_again), []).append(tensor)
     return found
 
@@ -356,6 +358,8 @@ def gradient_sync(tensor: torch.Tensor, replicas: Axis) -> GradientSync:
         tensor: A parameter, or a buffer.
         replicas: The ranks that see different parts of the batch: an axis, or several, of a mesh.
     """
+    if getattr(tensor, ROW_CACHE, None) is not None:  # complete after the backward
+        return GradientSync(replicas.mesh.axis(()), 1)
     spec = spec_of(tensor)
     if spec is None or not spec.axes:
         return GradientSync(replicas, replicas.size)

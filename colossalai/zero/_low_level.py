@@ -18,7 +18,8 @@ from colossalai.amp import (
     PureBF16,
 )
 from colossalai.logging import get_dist_logger
-from colossalai.nn.parallel import updates_after_step
+from colossalai.nn.parallel import check_row_caches, updates_after_step
+from colossalai.tensor import row_cache_of, without_row_caches
 from colossalai.zero._model import ZeroModel
 from colossalai.zero._replicas import ZeroReplicas
 
@@ -127,7 +128,9 @@ class LowLevelZeroOptimizer(OptimizerWrapper):
                     "the gradients; make the optimizer with zero_optim_wrapper, which has those of the scale"
                 )
         held = {param for group in optimizer.param_groups for param in group["params"]}
-        shards = model.data.optimizer_params(optimizer, model.masters)
+        check_row_caches(model.unwrap(), [optimizer], model.replicas)
+        with without_row_caches(model.unwrap()):
+            shards = model.data.optimizer_params(optimizer, model.masters)
         model.masters = model.masters.without(held)
         if model.first_optimizer is None:
             ranks = model.replicas.mesh.group(tuple(model.replicas.mesh.axes))
@@ -156,7 +159,15 @@ def _model_of(
         for number, group in enumerate(optimizer.param_groups)
         for place, param in enumerate(group["params"])
     }
-    dtypes = {param.dtype for param in params.values()} if dtype is None else {dtype}
+    for name, param in params.items():
+        if not isinstance(param, nn.Parameter):
+            raise ValueError(
+                f"{name} of shape {tuple(param.shape)} is a tensor and no torch.nn.Parameter: give the "
+                "optimizer the parameters() of the modules (the attribute `weight` of a cached embedding is "
+                "its whole table)"
+            )
+    cast = [param for param in params.values() if row_cache_of(param) is None]
+    dtypes = {param.dtype for param in cast} if dtype is None else {dtype}
     names = {torch.float16: "fp16", torch.bfloat16: "bf16"}
     if dtype is not None and dtype not in names:
         raise ValueError(f"forced_dtype is {dtype!r}; it must be torch.float16, torch.bfloat16 or None")
@@ -168,7 +179,7 @@ def _model_of(
         raise ValueError(
             f"reduce_bucket_size is {num_elements!r}; it must be a number of elements, from 1 on"
         )
-    size = max((param.element_size() for param in params.values()), default=1)
+    size = max((param.element_size() for param in cast), default=1)
     return ZeroModel(
         nn.ParameterDict(params),
         ZeroReplicas(stage=stage, bucket_cap_mb=num_elements * size / 2**20, **options),

@@ -12,6 +12,7 @@ from colossalai.nn.parallel import (
     AppliedModel,
     ArrivingParams,
     DataMethod,
+    check_row_caches,
     remove_owners,
 )
 from colossalai.tensor import (
@@ -19,6 +20,7 @@ from colossalai.tensor import (
     as_memory,
     as_plain_parameter,
     process_group_of,
+    without_row_caches,
 )
 
 if TYPE_CHECKING:
@@ -60,14 +62,18 @@ class ZeroModel(AppliedModel):
             as_plain_parameter(param)
         device, mesh = global_context.device, global_context.mesh
         replicas = mesh.axis(mesh.batch_axes)  # those that share a sequence hold the same weights
-        method.check(raw, [], blocks=[], replicas=replicas)
+        check_row_caches(raw, [], replicas)
+        with without_row_caches(raw):
+            method.check(raw, [], blocks=[], replicas=replicas)
         float32_grads = method.allows_float32_grads(replicas)
         arriving = ArrivingParams(raw, precision.casts(raw, float32_grads=float32_grads), device)
         if not method.takes_runs:
             arriving.all()
         computing = apply_precision(raw, precision, device.type)
         remove_owners(raw.parameters())
-        super().__init__(method.apply(computing, blocks=[], replicas=replicas, arriving=arriving))
+        with without_row_caches(raw):
+            data = method.apply(computing, blocks=[], replicas=replicas, arriving=arriving)
+        super().__init__(data)
         self.replicas: Axis = replicas
         self.masters: Masters = arriving.masters()
         self.masters.start_equal(self.replicas)

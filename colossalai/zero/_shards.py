@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from colossalai.amp import STATE_KEY, OptimizerParams
 from colossalai.context import Axis
-from colossalai.tensor import FlatRange, set_range_of_states
+from colossalai.tensor import FlatRange, row_cache_of, set_range_of_states
 from colossalai.zero._bucket_grads import BucketGrads
 from colossalai.zero._exchange import start_gather
 from colossalai.zero._layout import FlatBucket
@@ -71,7 +71,9 @@ class Shards(OptimizerParams):
         self._buckets = self._in_flat_lists()
         self._whole_groups = [list(group["params"]) for group in optimizer.param_groups]
         held = (param for params in self._whole_groups for param in params)
-        self._frozen = [param for param in held if param not in self._fragments]
+        self._frozen = [
+            param for param in held if param not in self._fragments and row_cache_of(param) is None
+        ]
         self._exchange = StateExchange(
             {param: fragment.tensor for param, fragment in self._fragments.items()},
             ranges={

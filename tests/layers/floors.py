@@ -84,7 +84,7 @@ FACADES = ("compat.utils", "testing")
 VENDOR_FILES = {
     "_aliases.py": "colossalai.utils.cuda is a documented module",
     "nn/layer/cached_embedding/_param_mgr.py": "cuda_row_num and cuda_cached_weight are documented names",
-    "nn/layer/cached_embedding/_placement.py": "cuda_row_num is a documented name",
+    "nn/layer/cached_embedding/parallel/_placement.py": "cuda_row_num is a documented name",
     "auto_parallel/_verify.py": "the memory that its products keep between calls has no other name in torch",
     "compat/_seed.py": "a documented keyword",
     "cluster/_doctor.py": "it reports the versions of that vendor's libraries",

@@ -14,7 +14,7 @@ from colossalai.engine import BaseGradientHandler
 from colossalai.nn.parallel import EarlierMeans
 from colossalai.pipeline.stages import sync_shared_grads
 from colossalai.registry import GRADIENT_HANDLER
-from colossalai.tensor import GradientSync, gradient_sync
+from colossalai.tensor import GradientSync, gradient_sync, row_cache_of
 from colossalai.zero import Shards
 
 BUCKET_BYTES = 25 * 2**20
@@ -43,7 +43,7 @@ class GradientAverage:
         """
         if self._replicas.size == 1:
             return
-        trainable = [param for param in params if param.requires_grad]
+        trainable = [param for param in params if param.requires_grad and row_cache_of(param) is None]
         self._means.track(trainable)
         for param in trainable:
             param.grad = torch.zeros_like(param) if param.grad is None else param.grad

@@ -11,8 +11,7 @@ import math
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.nn.lr_scheduler._check import check_fraction, check_total_steps, check_warmup_steps
-from colossalai.nn.lr_scheduler._curve import CurveLR
+from colossalai.nn.lr_scheduler._curve import CurveLR, check_fraction, check_total_steps, check_warmup_steps
 from colossalai.registry import LR_SCHEDULERS
 
 

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from torch import Tensor
 from torch.optim import Optimizer
 
-from colossalai.nn.lr_scheduler._check import (
+from colossalai.nn.lr_scheduler._curve import (
+    CurveLR,
     check_count,
     check_milestones,
     check_total_steps,
     check_warmup_steps,
 )
-from colossalai.nn.lr_scheduler._curve import CurveLR
 from colossalai.registry import LR_SCHEDULERS
 
 

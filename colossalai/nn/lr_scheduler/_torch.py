@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from colossalai.nn.lr_scheduler._check import check_fraction, check_total_steps
+from colossalai.nn.lr_scheduler._curve import check_fraction, check_total_steps
 from colossalai.registry import LR_SCHEDULERS
 
 

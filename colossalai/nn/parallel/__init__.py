@@ -19,6 +19,7 @@ from colossalai.nn.parallel._data_method import AppliedDataMethod as AppliedData
 from colossalai.nn.parallel._data_method import DataMethod as DataMethod
 from colossalai.nn.parallel._data_method import broadcast_floating_buffers as broadcast_floating_buffers
 from colossalai.nn.parallel._data_method import broadcast_from_first as broadcast_from_first
+from colossalai.nn.parallel._data_method import check_row_caches as check_row_caches
 from colossalai.nn.parallel._data_method import params_called as params_called
 from colossalai.nn.parallel._data_method import refuse_sparse_gradients as refuse_sparse_gradients
 from colossalai.nn.parallel._ddp import Replicated as Replicated

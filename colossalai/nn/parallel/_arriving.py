@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from colossalai.amp import Casts, Masters
-from colossalai.tensor import keep_dtype, keeps_dtype
+from colossalai.tensor import keep_dtype, keeps_dtype, row_cache_modules
 
 
 class LazyValues(Protocol):
@@ -54,6 +54,8 @@ class ArrivingParams:
         self._lazy = lazy
         self._are_on_device = False
         self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        for part in row_cache_modules(module):  # which no data method takes
+            part.to(device)
 
     def dtype_of(self, param: nn.Parameter) -> torch.dtype:
         """Return the dtype that a parameter will have."""

@@ -15,10 +15,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from colossalai.amp import Masters, OptimizerParams
+from colossalai.cluster import gather_values
 from colossalai.communication import broadcast
 from colossalai.context import Axis
 from colossalai.nn.parallel._arriving import ArrivingParams
-from colossalai.tensor import gradient_sync
+from colossalai.tensor import RowCache, gradient_sync, row_cache_of
 
 
 class DataMethod(ABC):
@@ -244,3 +245,53 @@ def refuse_sparse_gradients(
             raise ValueError(
                 f"{name or type(part).__name__} gives sparse gradients, {reason}: build it with sparse=False"
             )
+
+
+def check_row_caches(module: nn.Module, optimizers: Sequence[Optimizer], replicas: Axis) -> None:
+    """Check that the tables of a module are divided among the replicas, and that optimizers can train them.
+
+    Collective over all ranks if the module has tables, since each rank has its own.
+
+    Args:
+        module: The module.
+        optimizers: Optimizers of its parameters.
+        replicas: The ranks that see different parts of the batch.
+
+    Raises:
+        ValueError: A table was made for other ranks, or an optimizer does not change rows separately; on all
+            ranks.
+    """
+    caches = {name: cache for name, param in module.named_parameters() if (cache := row_cache_of(param))}
+    if not caches:
+        return
+    try:
+        for name, cache in caches.items():
+            _check_cache(name, cache, optimizers, replicas)
+        failure = None
+    except ValueError as error:
+        failure = error
+    # All ranks have caches, if one has: a rank without tables has a spare row.
+    failures = gather_values(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    if any(failures):
+        rank, text = next((rank, text) for rank, text in enumerate(failures) if text is not None)
+        raise ValueError(f"rank {rank}: {text}")
+
+
+def _check_cache(name: str, cache: RowCache, optimizers: Sequence[Optimizer], replicas: Axis) -> None:
+    num_ranks = replicas.mesh.world_size
+    if cache.axis is None and num_ranks > 1:
+        raise ValueError(
+            f"{name} is the cache of {cache.name}, a table of one process, and the job has {num_ranks} "
+            "ranks: use ParallelCachedEmbeddingBag or ParallelCachedEmbeddingBagTablewise, which divide "
+            "tables among them"
+        )
+    if cache.axis is not None and cache.axis.ranks != replicas.ranks:
+        raise ValueError(
+            f"{name} is the cache of {cache.name}, whose tables the ranks {list(cache.axis.ranks)} divide, "
+            f"and the data-parallel ranks are {list(replicas.ranks)}: lay the ranks out before the model is "
+            "made, by Booster(plugin=...), plugin.configure() or the config of the launch"
+        )
+    for optimizer in optimizers:
+        cache.check_optimizer(optimizer)

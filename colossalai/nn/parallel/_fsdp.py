@@ -20,7 +20,14 @@ from colossalai.nn.parallel._data_method import (
     broadcast_from_first,
     refuse_sparse_gradients,
 )
-from colossalai.tensor import GradientSync, ParameterHolder, gradient_sync, nested_tensors
+from colossalai.tensor import (
+    GradientSync,
+    ParameterHolder,
+    gradient_sync,
+    nested_tensors,
+    row_cache_of,
+    set_output_dtype,
+)
 
 _LISTS_OF_MODULES = (nn.ModuleList, nn.ModuleDict)  # which are not called themselves
 _LISTS_OF_PARAMS = (nn.ParameterList, nn.ParameterDict, ParameterHolder)  # which are not called
@@ -67,6 +74,8 @@ class FullySharded(DataMethod):
         from torch.distributed.tensor import DTensor
 
         broadcast_from_first(module, replicas)
+        if self.param_dtype is not None:
+            set_output_dtype(module, self.param_dtype)
         options: dict[str, Any] = {
             "reshard_after_forward": self.reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.param_dtype, reduce_dtype=self.reduce_dtype),
@@ -320,7 +329,7 @@ def _refuse_optimizer(optimizer: Optimizer) -> None:
             f"{type(optimizer).__name__} cannot update the slices of parameters that FSDP holds: use "
             f"{instead}, or an optimizer such as AdamW"
         )
-    if optimizer.state:
+    if any(row_cache_of(param) is None for param in optimizer.state):
         raise ValueError(
             f"{type(optimizer).__name__} has made steps already, or has states before its first step, as "
             "Adagrad does, and FSDP replaces the parameters that the states belong to: boost the optimizer "

@@ -13,6 +13,7 @@ from colossalai.runtime._accumulation import AccumulatingOptimizer
 from colossalai.runtime.methods._assembly import Assembly, PlanMethod
 from colossalai.runtime.recomputation import find_blocks
 from colossalai.shardformer import keep_float32
+from colossalai.tensor import without_row_caches
 
 
 @dataclass(frozen=True)
@@ -96,8 +97,9 @@ class DataParallelism(PlanMethod):
             ValueError: The data method does not support the model, or one of the optimizers.
         """
         module, blocks, replicas = job.computing, job.blocks, job.replicas
-        self.method.check(job.model, job.optimizers, blocks=blocks, replicas=replicas)
-        job.data = self.method.apply(module, blocks=blocks, replicas=replicas, arriving=job.params)
+        with without_row_caches(job.model):
+            self.method.check(job.model, job.optimizers, blocks=blocks, replicas=replicas)
+            job.data = self.method.apply(module, blocks=blocks, replicas=replicas, arriving=job.params)
         job.masters = job.params.masters()
         job.masters.start_equal(replicas)
         job.restore_specs()
@@ -149,7 +151,8 @@ class WrappedOptimizers(PlanMethod):
             _follow_replaced_params(optimizer, job.model, job.names)
             own = {param for each in optimizer.param_groups for param in each["params"]}
             remaining = job.masters.without(own)
-            optimizer_params = job.data.optimizer_params(optimizer, job.masters, late=job.late_params)
+            with without_row_caches(job.model):
+                optimizer_params = job.data.optimizer_params(optimizer, job.masters, late=job.late_params)
             job.masters = remaining
             job.wrapped.append(
                 kind(

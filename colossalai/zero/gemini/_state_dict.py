@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from colossalai.tensor import flat_values
+from colossalai.tensor import RowCacheModule, flat_values
 from colossalai.zero.gemini._cache import ChunkCache
 from colossalai.zero.gemini._chunk import Chunk
 from colossalai.zero.gemini._hooks import ModelHooks, handle_of, is_chunked
@@ -36,6 +36,10 @@ def whole_state(cache: ChunkCache, raw: nn.Module, *args: Any, **kwargs: Any) ->
     host = _host_values(cache, [value for value in named.values() if is_chunked(value)])
     for name, value in named.items():
         state[name] = host[id(value)] if id(value) in host else value.detach().cpu()
+    prefix = kwargs.get("prefix", "").removesuffix(".")
+    for name, part in raw.named_modules(prefix=prefix, remove_duplicate=False):
+        if isinstance(part, RowCacheModule):  # of which a rank has its own tables
+            state |= part.state_dict(prefix=f"{name}.")
     return state
 
 

@@ -138,12 +138,12 @@ class CachedEmbeddingBag(CachedTable):
             scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             sparse=self.sparse,
-            per_sample_weights=factors,
+            per_sample_weights=self._factors(factors, self.cache_weight_mgr.param.dtype),
             include_last_offset=self.include_last_offset,
             padding_idx=self._padding_slot,
         )
         try:
-            return self._look_up(input, reduce)
+            return self._output(self._look_up(input, reduce))
         except CacheOverflowError as error:
             num_bags = len(input if offsets is None else offsets) - (
                 offsets is not None and self.include_last_offset
@@ -269,7 +269,7 @@ class CachedEmbedding(CachedTable):
             sparse=self.sparse,
         )
         try:
-            return self._look_up(input, gather)
+            return self._output(self._look_up(input, gather))
         except CacheOverflowError as error:
             self._check_split(error, has_parts=input.numel() > 1)
         halves = input.flatten().tensor_split(2)

@@ -11,6 +11,7 @@ import math
 import mmap
 import secrets
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,10 @@ class HostRows:
         for begin, end in zip(begins, (*begins[1:], numbers.numel()), strict=True):
             numbers[begin:end].normal_()
             self.release_memory()
+
+    def loading(self) -> AbstractContextManager[None]:
+        """Context in which all rows are replaced; those of a file are unfinished after an error."""
+        return nullcontext()
 
     def begin_change(self) -> None:
         """Note that rows are of an earlier step than others, or than the cache."""

@@ -247,12 +247,7 @@ class InFlight:
             if running.batch() is None:
                 self._unpin(running.slots)
         self._running = [each for each in self._running if each.batch() is not None]
-        if self._with_grad and self._is_grad_empty():
-            for batch in self._with_grad:
-                if batch.has_grad:
-                    self._changed.append(batch.slots)
-                    self._release(batch)
-            self._with_grad = [each for each in self._with_grad if not each.is_released]
+        self._release_without_grad()
 
     def take_changed(self) -> Tensor:
         """Return the slots whose rows a loop without an optimizer can have changed, once."""
@@ -312,6 +307,15 @@ class InFlight:
         if grad is not None:
             self._applied = _Applied(weakref.ref(grad), grad._version, self._map.num_moves)
 
+    def _release_without_grad(self) -> None:
+        """Release the batches whose gradient was discarded."""
+        if any(batch.has_grad for batch in self._with_grad) and self._is_grad_empty():
+            for batch in self._with_grad:
+                if batch.has_grad:
+                    self._changed.append(batch.slots)
+                    self._release(batch)
+            self._with_grad = [each for each in self._with_grad if not each.is_released]
+
     def _release(self, batch: _Batch) -> None:
         batch.is_released = True
         self._unpin(batch.slots)
@@ -336,6 +340,7 @@ class InFlight:
                 "backward of the same graph: call every backward before step()"
             )
         self._adds_to_applied = self._is_applied()
+        self._release_without_grad()  # a loop can call `zero_grad` after the forward
         if all(each is not batch for each in self._with_grad):
             self._with_grad.append(batch)
             self._running = [each for each in self._running if each.batch() is not batch]

@@ -8,8 +8,9 @@ to the table the cached rows are read again. A write through `data` changes no c
 handed out since the last lookup counts as written, as do the rows of a gradient that was discarded.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from functools import partial
 from threading import get_ident
 from typing import Any, NamedTuple, Protocol
@@ -19,9 +20,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from colossalai.context import Axis
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._in_flight import InFlight
+from colossalai.nn.layer.cached_embedding._own_rows import OwnRows
 from colossalai.nn.layer.cached_embedding._row_moves import PlannedMove, RowMoves, read_tables
 from colossalai.nn.layer.cached_embedding._row_states import RowStates
 from colossalai.nn.layer.cached_embedding._slots import (
@@ -32,7 +35,7 @@ from colossalai.nn.layer.cached_embedding._slots import (
     SlotMap,
 )
 from colossalai.nn.layer.cached_embedding._table_file import TableFile
-from colossalai.tensor import CACHED_ROWS_OF
+from colossalai.tensor import ShardingSpec, set_row_cache
 
 
 class RowWindow(Protocol):
@@ -89,8 +92,12 @@ class CachedParamMgr:
     _requires_grad: bool  # of the table, as it was handed out
     _param_version: int
     _table_version: int
-    has_whole_rows: bool = True
-    """Whether the table has all columns of its rows; other ranks have the others."""
+    axis: Axis | None = None
+    """The ranks that divide the tables; None for a table of one process."""
+    cut: ShardingSpec | None = None
+    """The cut of the table over them; None where a rank has whole rows."""
+    parts: tuple[tuple[str, int, int], ...]
+    """Key in a state dict, first row and number of rows of each table of this rank."""
     window: RowWindow | None = None
     """Batches that are to come, while a loader of `prefetch` is in use."""
 
@@ -121,14 +128,15 @@ class CachedParamMgr:
         if not isinstance(evict_strategy, EvictionStrategy):
             raise ValueError(f"evict_strategy is {evict_strategy!r}; it must be an EvictionStrategy")
         self.name = name
+        self.parts = (("weight", 0, self.num_rows),)
         self.buffer_size = buffer_size
         cache = nn.Parameter(torch.zeros(num_slots, self.dim, dtype=table.dtype, device=device))
-        setattr(cache, CACHED_ROWS_OF, name)
         self._slots = SlotMap(self.num_rows, num_slots, strategy=evict_strategy, fixed=fixed, name=name)
         self._moves = RowMoves(
             self._slots, cache, buffer_size, pins_weight=self._decide_pinning(cache, pin_weight)
         )
         self._set_table(weight)
+        self._mark()
         self.set_async_copy(async_copy)
         self.in_flight = InFlight(self._slots, self.param)
         self._moves.states = self.states = RowStates(self, name)
@@ -171,13 +179,30 @@ class CachedParamMgr:
         return self._slots.row_of
 
     @property
+    def has_whole_rows(self) -> bool:
+        """Whether the table has all columns of its rows; else other ranks have the others."""
+        return self.cut is None
+
+    @property
     def weight(self) -> Tensor:
         """The whole table, (rows, dim), with the newest values; it can be changed in place until a step.
 
         Raises:
             RuntimeError: The table is in a file that cannot be used, see `TableFile.check_readable`.
         """
+        self.check_readable()
+        return self.expose_table()
+
+    def check_readable(self) -> None:
+        """Check that the rows can be used.
+
+        Raises:
+            RuntimeError: The table is in a file that cannot be used, see `TableFile.check_readable`.
+        """
         self._table.check_readable(self.name)
+
+    def expose_table(self) -> Tensor:
+        """Return the table with the newest values, which others can change until a step."""
         self.flush()
         self._notice_freezing()
         self._is_exposed = True  # a write through `data` does not count in its version
@@ -437,6 +462,13 @@ class CachedParamMgr:
         self._moves.end_thread()
         self._table.release()
 
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context in which the result of `expose_table` is overwritten."""
+        self.flush()
+        with self._table.loading():
+            yield
+
     @torch.no_grad()
     def load(self, weight: Tensor) -> None:
         """Replace the values of the table, a block at a time; the cache notices it by the table's version.
@@ -498,7 +530,7 @@ class CachedParamMgr:
         """
         self._moves.param = param
         self.in_flight.set_param(param)
-        setattr(param, CACHED_ROWS_OF, self.name)
+        self._mark()
         if self._table.tensor.dtype != param.dtype:
             self._set_table(self._table.tensor.to(param.dtype))
         self._refresh()
@@ -536,10 +568,13 @@ class CachedParamMgr:
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._slots.reset_pins()
-        setattr(self.param, CACHED_ROWS_OF, self.name)
+        self._mark()
         self.in_flight = InFlight(self._slots, self.param)
         self._moves.states = self.states = RowStates(self, self.name)
         self._remember_versions()
+
+    def _mark(self) -> None:
+        set_row_cache(self.param, OwnRows(self))
 
     def _decide_pinning(self, cache: Tensor, pin_weight: bool | None) -> bool:
         on_accelerator = cache.device.type not in ("cpu", "meta")

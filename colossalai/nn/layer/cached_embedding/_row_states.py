@@ -27,6 +27,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows, read_rows, write_rows
 from colossalai.nn.layer.cached_embedding._in_flight import InFlight
 from colossalai.nn.optimizer import RowWiseAdagrad
+from colossalai.tensor import RowCacheStates
 
 _ROW_WISE = (SGD, Adagrad, SparseAdam, RowWiseAdagrad)
 _WHOLE_TABLE_OPTIONS = ("weight_decay", "momentum")
@@ -123,6 +124,53 @@ class RowStates:
             values = read(table, rows).to(cached.device)
             cached.index_copy_(0, slots.to(cached.device), values)
 
+    def check(self, optimizer: Optimizer) -> None:
+        """Check that an optimizer, if it holds the cache, changes the rows with a gradient only.
+
+        Raises:
+            ValueError: `optimizer` changes every row at each step, is not known to change rows separately, or
+                holds the table instead.
+        """
+        group = self._group_of_cache(optimizer)
+        if group is None:
+            return
+        _check_row_wise(optimizer, group, self._name)
+        if isinstance(optimizer, RowWiseAdagrad) and not self._alive().has_whole_rows:
+            raise ValueError(
+                f"RowWiseAdagrad has one sum for each row of {self._name}, whose columns are on several "
+                "ranks: use Adagrad, or ParallelCachedEmbeddingBagTablewise, which has whole rows"
+            )
+
+    def of_all_rows(self, optimizer: Optimizer) -> RowCacheStates:
+        """Return the states of all rows, (rows, ...) each, with the newest values, and numbers.
+
+        Raises:
+            ValueError: States are those of slots of an earlier cache.
+        """
+        cache = self._alive()
+        if not optimizer.state.get(cache.param):
+            return {}
+        self.adopt(optimizer)
+        self._write_back_all()
+        wholes = {key: table.tensor for key, table in self._tables[optimizer].items()}
+        return {**optimizer.state[cache.param], **wholes}
+
+    def load(self, optimizer: Optimizer, states: RowCacheStates) -> None:
+        """Replace the states of all rows.
+
+        Args:
+            optimizer: The optimizer.
+            states: The states, (rows, ...) each, and numbers; empty for none.
+        """
+        cache = self._alive()
+        if not states:
+            optimizer.state.pop(cache.param, None)
+            self._tables.pop(optimizer, None)
+            return
+        optimizer.state[cache.param] = states
+        self._tables.get(optimizer, {}).clear()
+        self.adopt(optimizer)
+
     def adopt(self, optimizer: Optimizer) -> None:
         """Take the states of an optimizer into tables.
 
@@ -156,7 +204,8 @@ class RowStates:
                 tables[key] = cache.new_rows(value.shape, value.dtype)
                 tables[key].load(value.detach())
                 if num_slots < cache.num_rows:  # else each row has the slot of its number
-                    states[key] = tables[key].read(cache.row_of.clamp(min=0)).to(value.device)
+                    value = tables[key].read(cache.row_of.clamp(min=0))
+                states[key] = value.to(cache.param.device)
             elif not has_stepped and bool((value == value[:1]).all()):  # as the optimizer has made it
                 states[key] = value[:1].repeat(num_slots, *(1 for _ in value.shape[1:]))
                 tables[key] = self._table_of(key, value, untouched=value)
@@ -191,12 +240,7 @@ class RowStates:
                 f"step(closure) computes gradients inside of the step, where those of {self._name} cannot be "
                 "prepared: call backward(), then step()"
             )
-        _check_row_wise(optimizer, group, self._name)
-        if isinstance(optimizer, RowWiseAdagrad) and not cache.has_whole_rows:
-            raise ValueError(
-                f"RowWiseAdagrad has one sum for each row of {self._name}, whose columns are on several "
-                "ranks: use Adagrad, or ParallelCachedEmbeddingBagTablewise, which has whole rows"
-            )
+        self.check(optimizer)
         self.adopt(optimizer)
         grad = cache.param.grad
         if grad is None:
@@ -247,12 +291,17 @@ class RowStates:
         tables = self._tables[optimizer]
         if index is None or not tables:
             return
+        self._write_back_all()
+        wholes = {key: table.tensor for key, table in tables.items()}
+        state_dict["state"][index] = {**state_dict["state"][index], **wholes}
+
+    def _write_back_all(self) -> None:
+        """Write the states of all cached rows to their tables."""
+        cache = self._alive()
         cache.wait_for_moves()
         # Also rows that are not newer than the table: it costs little here, and needs no mark.
         slots = (cache.row_of >= 0).nonzero().flatten()
         self.write_back(slots, cache.row_of[slots])
-        wholes = {key: table.tensor for key, table in tables.items()}
-        state_dict["state"][index] = {**state_dict["state"][index], **wholes}
 
     def _after_load(self, optimizer: Optimizer) -> None:
         """Take the states of all rows that `optimizer.load_state_dict` has loaded."""
@@ -322,8 +371,8 @@ def _check_row_wise(optimizer: Optimizer, group: dict[str, Any], name: str) -> N
         names = ", ".join(each.__name__ for each in _ROW_WISE)
         raise ValueError(
             f"{kind.__name__} is not known to change only the rows of {name} that have a gradient, each by "
-            f"itself (moments that decay at each step do not): use one of {names}; if an optimizer of your "
-            "own does so, set is_row_wise = True in its class"
+            f"itself (moments that decay at each step do not): use one of {names}, and another optimizer for "
+            "the dense layers; if one of your own does so, set is_row_wise = True in its class"
         )
     for option in _WHOLE_TABLE_OPTIONS:
         if group.get(option):

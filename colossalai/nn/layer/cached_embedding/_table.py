@@ -11,7 +11,7 @@ from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
@@ -19,6 +19,7 @@ from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr
 from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, Window, check_ids_of
 from colossalai.nn.layer.cached_embedding._slots import CacheOverflowError, EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table_file import TableFile
+from colossalai.tensor import RowCacheModule, cached_tables
 
 Batch = TypeVar("Batch")
 
@@ -52,7 +53,7 @@ class CacheOptions:
         return min(max(round(self.cache_ratio * num_rows), least), num_rows)
 
 
-class CachedTable(nn.Module):
+class CachedTable(RowCacheModule):
     """Abstract: a table of embeddings with a cache.
 
     Args:
@@ -92,6 +93,7 @@ class CachedTable(nn.Module):
     ) -> None:
         super().__init__()
         kind = self._get_name()
+        check_not_lazy(kind)
         if max_norm is not None:
             raise ValueError(
                 f"max_norm={max_norm}: {kind} writes back the rows that a step has changed, and max_norm "
@@ -358,21 +360,25 @@ class CachedTable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Move or cast the cache; the table is cast with it and stays in host memory."""
         cache = self.cache_weight_mgr
-        cache.check_castable(fn)
-        cache.flush()  # `fn` may return other values, such as those of `to_empty`
+        is_there = self._parameters["weight"] is not None  # else in `without_row_caches`
+        if is_there:
+            cache.check_castable(fn)
+            cache.flush()  # `fn` may return other values, such as those of `to_empty`
         super()._apply(fn, recurse)
         param = self._parameters["weight"]
-        assert param is not None
-        cache.rebind(param)
+        if param is not None:
+            cache.rebind(param)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(
             destination, prefix, keep_vars
         )  # parameters and buffers of a subclass, too
-        for key, table in self._saved_tables():
+        # As for other modules `keep_vars` returns tensors of this rank, without a copy.
+        tables = self._own_tables() if keep_vars else self._saved_tables()
+        for key, table in tables:
             destination[prefix + key] = table if keep_vars else table.detach()
-        if "weight" not in self._saved_shapes:
+        if not any(key == "weight" for key in self._saved_shapes):
             del destination[prefix + "weight"]  # the cache
 
     def _load_from_state_dict(
@@ -414,6 +420,10 @@ class CachedTable(nn.Module):
         """Shapes of the whole tables in the state dict, by their keys."""
         return {"weight": (self.num_embeddings, self.embedding_dim)}
 
+    def _own_tables(self) -> Iterable[tuple[str, Tensor]]:
+        """Return the tables of this rank, which carry the spec of their cut, with their keys."""
+        return cached_tables(self.cache_weight_mgr.param).items()
+
     def _saved_tables(self) -> Iterable[tuple[str, Tensor]]:
         """Return the whole tables of the state dict with their keys."""
         return [("weight", self.weight)]
@@ -437,6 +447,20 @@ class CachedTable(nn.Module):
         if self.padding_idx is not None:
             text += f", padding_idx={self.padding_idx}"
         return f"{text}, sparse={self.sparse}"
+
+
+def check_not_lazy(kind: str) -> None:
+    """Check that tensors have values as soon as they are made.
+
+    Raises:
+        RuntimeError: A new tensor has no values, as in `LazyInitContext`.
+    """
+    made = type(torch.empty(0, device="cpu"))
+    if made is not torch.Tensor:
+        raise RuntimeError(
+            f"{kind} is built where tensors are a {made.__name__}, and its table is in host memory or a file "
+            "at once: build it before LazyInitContext, and the dense layers in it"
+        )
 
 
 @atexit.register

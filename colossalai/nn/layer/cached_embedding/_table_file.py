@@ -10,7 +10,8 @@ import errno
 import gc
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -91,11 +92,17 @@ class TableFile(FileRows):
 
     def load(self, source: Tensor) -> None:
         """Replace all rows, a block at a time."""
+        with self.loading():
+            super().load(source)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Context in which all rows are replaced; they are unfinished after an error."""
         self._check_own("the table")
         self._file.check()
         self.is_unfinished = True
         self.begin_change()
-        super().load(source)
+        yield
         self.is_unfinished = False
         self.finish()
 

@@ -13,8 +13,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 import colossalai
-from colossalai.booster import Booster
-from colossalai.booster.plugin import TorchDDPPlugin
 from colossalai.communication import ledger
 from colossalai.core import global_context as gpc
 from colossalai.nn.layer.cached_embedding import EvictionStrategy, ParallelCachedEmbeddingBag
@@ -353,8 +351,6 @@ def make_mistakes() -> None:
         bag.state_dict()
     _, bag = make_pair()
     model = nn.Sequential(bag, nn.Linear(DIM, 1))
-    with pytest.raises(ValueError, match=r"no plan trains yet: .* loop of your own"):
-        Booster(plugin=TorchDDPPlugin()).boost(model, SGD(model.parameters(), lr=0.1))
     empty = nn.Sequential(make_pair(warmup_ratio=0.0)[1], nn.Linear(DIM, 1))  # nothing to copy
     for each in (model, empty):
         with pytest.raises(

@@ -142,3 +142,14 @@ def test_only_changed_rows_are_written_back() -> None:
     assert bag.num_write_back_history == [0, 0, 0, 0, 0, 0, 7]
     assert bag.swap_in_bandwidth > 0
     assert bag.swap_out_bandwidth > 0
+
+
+def test_skipped_steps_pin_nothing() -> None:
+    """As under a loss scale: `zero_grad` comes after the next forward."""
+    _, bag = make_pair(0.25)
+    for ids in torch.arange(400).view(10, 10, 4):
+        output = bag(ids)
+        bag.zero_grad()
+        output.sum().backward()
+    bag.zero_grad()
+    assert bag.cache_weight_mgr.in_flight.is_empty

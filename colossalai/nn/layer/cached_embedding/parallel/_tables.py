@@ -12,12 +12,12 @@ from torch import Tensor
 from colossalai.communication import broadcast
 from colossalai.context import Axis
 from colossalai.nn.layer.cached_embedding._bag import check_offsets
-from colossalai.nn.layer.cached_embedding._placement import (
+from colossalai.nn.layer.cached_embedding._prefetch import IdsOf, flat_ids
+from colossalai.nn.layer.cached_embedding.parallel._placement import (
     TablePlacement,
     TablewiseEmbeddingBagConfig,
     place_tables,
 )
-from colossalai.nn.layer.cached_embedding._prefetch import IdsOf, flat_ids
 
 _BLOCK_BYTES = 1 << 24  # sent at a time
 
@@ -41,8 +41,13 @@ class TableBatch(NamedTuple):
         total = len(self.ids) if self.offsets is None else len(self.offsets) - has_last
         return total // num_tables if num_tables else 0
 
-    def check(self, num_tables: int, *, has_last: bool) -> None:
+    def check(self, num_tables: int, *, has_last: bool, hint: str = "") -> None:
         """Check that each table has as many bags.
+
+        Args:
+            num_tables: Number of tables.
+            has_last: Whether offsets end with the number of ids.
+            hint: End of an error message.
 
         Raises:
             ValueError: The number of bags is not a multiple of `num_tables`, there are no bags, or offsets do
@@ -59,7 +64,7 @@ class TableBatch(NamedTuple):
         if total < 0 or total % num_tables:
             raise ValueError(
                 f"a batch of {total} bags is not one of {num_tables} tables: it has as many bags for each, "
-                "all of the first table, then those of the second"
+                f"all of the first table, then those of the second{hint}"
             )
 
 
