@@ -236,6 +236,18 @@ class DataParallelLoader(DataLoader[Any]):
         total = len(self.dataset)  # type: ignore[arg-type]
         return LastBatch(end - start, min(end * replicas, total) - start * replicas)
 
+    @property
+    def read_position(self) -> Any:
+        """The counts of this loader; a reader ahead of the loop sets those after the batch of the loop."""
+        counts = self.epoch, self.batch, self.at_last_batch
+        return *counts, self._dealt, self._dealt_in_pass, self._fills_within
+
+    @read_position.setter
+    def read_position(self, value: Any) -> None:
+        self.epoch, self.batch, self.at_last_batch, *dealt = value
+        self._dealt, self._dealt_in_pass, self._fills_within = dealt
+        self.handed_out_ns = time.monotonic_ns()
+
     def state_dict(self) -> dict[str, int]:
         """Return the position: the pass, the number of its returned batches, and their size."""
         if self.at_last_batch:  # the consumer has the last batch: the next one belongs to the next pass

@@ -39,6 +39,17 @@ class WatchedLoader:
         else:
             setattr(self.loader, name, value)
 
+    @property
+    def read_position(self) -> Any:
+        """Whether a batch is the last one, and the position of the loader; see `DataParallelLoader`."""
+        return self.at_last_batch, getattr(self.loader, "read_position", None)
+
+    @read_position.setter
+    def read_position(self, value: Any) -> None:
+        self.at_last_batch, position = value
+        if position is not None:
+            self.loader.read_position = position  # type: ignore[attr-defined]
+
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
 

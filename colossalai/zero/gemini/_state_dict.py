@@ -39,7 +39,7 @@ def whole_state(cache: ChunkCache, raw: nn.Module, *args: Any, **kwargs: Any) ->
     prefix = kwargs.get("prefix", "").removesuffix(".")
     for name, part in raw.named_modules(prefix=prefix, remove_duplicate=False):
         if isinstance(part, RowCacheModule):  # of which a rank has its own tables
-            state |= part.state_dict(prefix=f"{name}.")
+            state |= part.state_dict(prefix=f"{name}." if name else "")
     return state
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -85,6 +86,8 @@ class CachedEmbeddingBag(CachedTable):
         if sparse and (mode == "max" or scale_grad_by_freq):
             option = "mode='max'" if mode == "max" else "scale_grad_by_freq"
             raise ValueError(f"{option} has no sparse gradients in torch: use sparse=False")
+        if mode == "max" and scale_grad_by_freq:
+            raise ValueError("scale_grad_by_freq needs mode='sum' or 'mean', as in torch: leave it out")
         super().__init__(
             num_embeddings,
             embedding_dim,
@@ -133,9 +136,8 @@ class CachedEmbeddingBag(CachedTable):
 
     def _reduce(self, input: Tensor, offsets: Tensor | None, factors: Tensor | None) -> Tensor:
         reduce = partial(
-            F.embedding_bag,
+            F.embedding_bag if not self.scale_grad_by_freq else _embedding_bag_scaled_by_counts,
             offsets=offsets,
-            scale_grad_by_freq=self.scale_grad_by_freq,
             mode=self.mode,
             sparse=self.sparse,
             per_sample_weights=self._factors(factors, self.cache_weight_mgr.param.dtype),
@@ -168,6 +170,30 @@ class CachedEmbeddingBag(CachedTable):
     def extra_repr(self) -> str:
         """Return the arguments in one line."""
         return f"{super().extra_repr()}, mode={self.mode!r}"
+
+
+def _embedding_bag_scaled_by_counts(slots: Tensor, cache: Tensor, **options: Any) -> Tensor:
+    """Reduce rows, whose gradients are divided by how often they are in the batch.
+
+    `embedding_bag(scale_grad_by_freq=True)` of torch 2.13 divides by counts of other rows on a CPU:
+    https://github.com/pytorch/pytorch/issues/190063
+    """
+    counts = slots.flatten().bincount(minlength=len(cache)).clamp_(min=1)
+    rows: Tensor = _DivideGradient.apply(cache, counts[:, None])
+    return F.embedding_bag(slots, rows, **options)
+
+
+class _DivideGradient(torch.autograd.Function):
+    """A tensor as it is, and its gradient divided by another one."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, divisor: Tensor) -> Tensor:
+        ctx.divisor = divisor
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad / ctx.divisor, None
 
 
 FreqAwareEmbeddingBag = CachedEmbeddingBag

@@ -6,6 +6,10 @@ k + 1, and reads its missing rows into memory ([Note: moves on a thread]). The m
 cache when the loop takes batch k + 1, after the step of batch k: the thread never changes the cache or its
 states. Rows of batch k can leave then, if no batch of the window needs them.
 
+A loader of a plugin counts the batches that it has returned, for checkpoints, for the last window of an
+accumulation and for results that are gathered. Its counts are those of the batch that the loop has, except
+while it is read.
+
 A plan is dropped if rows have moved since it was made, as in an evaluation, or if the table was changed; the
 leaving rows are chosen again if batch k still waits for its step. A lookup reads the rows that are missing as
 without prefetch.
@@ -15,8 +19,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
+from itertools import zip_longest
 from threading import get_ident
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -71,15 +77,14 @@ class Window:
     Args:
         cache: The cache of the rows.
         depth: Number of the next ones.
-        ids_of: Function that returns the ids of a batch; None if a batch is its ids.
 
     Attributes:
         thread: Identity of the thread that takes the batches.
     """
 
-    def __init__(self, cache: CachedParamMgr, depth: int, ids_of: IdsOf | None) -> None:
+    def __init__(self, cache: CachedParamMgr, depth: int) -> None:
         self.thread = get_ident()
-        self._cache, self._depth, self._ids_of = cache, depth, ids_of
+        self._cache, self._depth = cache, depth
         self._next: deque[KnownBatch] = deque()
         self._current: KnownBatch | None = None
         self._planned: Future[PlannedMove | None] | None = None
@@ -89,33 +94,16 @@ class Window:
         """The batches, the nearest first."""
         return [*([] if self._current is None else [self._current]), *self._later(0)]
 
-    def add(self, batch: Any) -> None:
-        """Add the last batch.
-
-        Raises:
-            TypeError: The ids are not tensors of integers.
-        """
-        # A copy: a loader may fill its tensors again.
-        added = KnownBatch(self._ids(batch).clone())
+    def add(self, ids: Tensor) -> None:
+        """Add the last batch, of ids that nothing changes."""
+        added = KnownBatch(ids)
         added.is_in_range = self._cache.are_in_range(added.ids)
         self._next.append(added)
 
-    def advance(self, batch: Any) -> None:
-        """Move the rows of the next batch into the cache, and plan for the one after it.
-
-        Args:
-            batch: The next batch.
-
-        Raises:
-            RuntimeError: The ids have changed since `add`.
-        """
+    def advance(self) -> None:
+        """Move the rows of the next batch into the cache, and plan for the one after it."""
         self.thread = get_ident()
         current, planned, self._planned = self._next.popleft(), self._planned, None
-        if not torch.equal(self._ids(batch), current.ids):
-            raise RuntimeError(
-                f"ids of {self._cache.name} have changed since their batch was read: prefetch reads a loader "
-                "ahead, which must return new tensors for each batch"
-            )
         self._current, self._cache.window = (current if current.is_in_range else None), self
         self._cache.enter(self._current, planned, later=self._later(0))
         if self._next and self._next[0].is_in_range:
@@ -130,8 +118,80 @@ class Window:
     def _later(self, begin: int) -> list[KnownBatch]:
         return [each for each in [*self._next][begin : self._depth] if each.is_in_range]
 
-    def _ids(self, batch: Any) -> Tensor:
-        return flat_ids(batch, self._ids_of)
+
+class SharedIds(Protocol):
+    """Ids of batches whose parts are on several ranks."""
+
+    def collect(self, ids: Tensor | None, failure: Exception | None) -> Sequence[Tensor]:
+        """Return the ids of all parts of a batch, for each cache of this rank; collective."""
+
+
+class BatchIds:
+    """Ids of the batches of a loader, for the windows of a module.
+
+    Args:
+        caches: The caches of the module.
+        depth: Number of batches that are known ahead.
+        ids_of: Function that returns the ids of a batch; None if a batch is its ids.
+        shared: The ids of all ranks; None if a batch has those of this rank, of one cache.
+    """
+
+    def __init__(
+        self, caches: Sequence[CachedParamMgr], depth: int, ids_of: IdsOf | None, shared: SharedIds | None
+    ) -> None:
+        self._windows = [Window(cache, depth) for cache in caches]
+        self._ids_of, self._shared = ids_of, shared
+        self._name = caches[0].name
+        self._next: deque[Tensor] = deque()
+
+    def read(self, batch: Any) -> Tensor:
+        """Return a copy of the ids of a batch: a loader may fill its tensors again.
+
+        Raises:
+            TypeError: The ids are not tensors of integers.
+        """
+        return flat_ids(batch, self._ids_of).clone()
+
+    def add(self, ids: Tensor | None, failure: Exception | None = None) -> None:
+        """Add the last batch.
+
+        Args:
+            ids: The result of `read`; None at the end of the loader.
+            failure: The error in the place of the batch.
+
+        Raises:
+            RuntimeError: Another rank has failed, or some ranks have a batch and others have not.
+        """
+        by_cache: Sequence[Tensor] = [] if ids is None else [ids]
+        if self._shared is not None:
+            by_cache = self._shared.collect(ids, failure)
+        if ids is not None:
+            self._next.append(ids)
+            for window, each in zip(self._windows, by_cache, strict=True):
+                window.add(each)
+
+    def advance(self, batch: Any) -> None:
+        """Move the rows of the next batch into the caches, and plan for the one after it.
+
+        Args:
+            batch: The next batch.
+
+        Raises:
+            RuntimeError: The ids have changed since `add`.
+        """
+        if not torch.equal(flat_ids(batch, self._ids_of), self._next.popleft()):
+            raise RuntimeError(
+                f"ids of {self._name} have changed since their batch was read: prefetch reads a loader "
+                "ahead, which must return new tensors for each batch"
+            )
+        for window in self._windows:
+            window.advance()
+
+    def close(self) -> None:
+        """Forget all batches."""
+        self._next.clear()
+        for window in self._windows:
+            window.close()
 
 
 class _ReadAhead(Generic[Batch]):
@@ -142,22 +202,43 @@ class _ReadAhead(Generic[Batch]):
     """
 
     def __init__(self, loader: Iterable[Batch]) -> None:
-        self._source = iter(loader)
+        self._loader = loader
+        self._source: Iterator[Batch] | None = None
+        self._position: Any = None  # of the loader after the last read
+        self._positions: deque[Any] = deque()  # after the read of each batch that waits
         self.waiting: deque[Batch] = deque()
         self.is_over = False
         self.failure: Exception | None = None
 
-    def read(self, number: int, windows: Sequence[Window]) -> None:
+    def read(self, number: int, modules: Sequence[BatchIds]) -> None:
         """Read until a number of batches wait; an error is kept until they have been used."""
+        self._set(self._position)
         while not self.is_over and self.failure is None and len(self.waiting) < number:
+            ids: list[Tensor] = []
             try:
+                if self._source is None:
+                    self._source = iter(self._loader)
                 batch = next(self._source)
             except StopIteration:
                 self.is_over = True
             except Exception as error:
                 self.failure = error
             else:
-                self._add(batch, windows)
+                ids = self._read_ids(batch, modules)
+            self.add(ids, modules)
+            if self.failure is None and not self.is_over:
+                self.waiting.append(batch)
+                self._positions.append(getattr(self._loader, "read_position", None))
+        self._position = getattr(self._loader, "read_position", None)
+
+    def pop(self) -> Batch:
+        """Return the first batch that waits; the loader has the position of its read."""
+        self._set(self._positions.popleft())
+        return self.waiting.popleft()
+
+    def _set(self, position: Any) -> None:
+        if position is not None:
+            self._loader.read_position = position  # type: ignore[attr-defined]
 
     def raise_failure(self) -> None:
         """Raise the error that was kept, once: an iterator can go on after it."""
@@ -165,15 +246,57 @@ class _ReadAhead(Generic[Batch]):
         if failure is not None:
             raise failure
 
-    def _add(self, batch: Batch, windows: Sequence[Window]) -> None:
+    def _read_ids(self, batch: Batch, modules: Sequence[BatchIds]) -> list[Tensor]:
         # Not where `next` is tried: a StopIteration of the user's `ids` is an error, and no end.
         try:
-            for window in windows:
-                window.add(batch)
+            return [module.read(batch) for module in modules]
         except Exception as error:
             self.failure = error
-        else:
-            self.waiting.append(batch)
+            return []
+
+    def add(self, ids: Sequence[Tensor], modules: Sequence[BatchIds]) -> None:
+        """Add a batch to each module, or its end or failure, of which those of other ranks have to know.
+
+        Args:
+            ids: The ids of each module; none at the end, and after a failure.
+            modules: The modules.
+        """
+        for module, own in zip_longest(modules, ids):
+            try:
+                module.add(own, self.failure)
+            except Exception as error:
+                self.failure = error
+
+
+def prefetch(
+    loader: Iterable[Batch],
+    caches: Sequence[CachedParamMgr],
+    depth: int,
+    ids: IdsOf | None,
+    shared: SharedIds | None = None,
+) -> "PrefetchLoader[Batch]":
+    """Return a loader of the same batches, whose rows come while the batch before them computes.
+
+    Args:
+        loader: Batches, or a loader of this function.
+        caches: The caches of a module.
+        depth: Number of batches that are known ahead; 0 for none.
+        ids: Function that returns the ids of a batch, a tensor or several. Default: a batch is its ids.
+        shared: The ids of all ranks, if a batch has a part of them.
+
+    Raises:
+        ValueError: `depth` is not a number of batches.
+        TypeError: `loader` cannot be iterated, or `ids` not be called.
+    """
+    if not isinstance(depth, int) or depth < 0:
+        raise ValueError(f"depth is {depth!r}; it must be a number of batches, or 0 for none")
+    check_ids_of(ids)
+    if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):  # as `iter` takes it
+        raise TypeError(f"prefetch takes a loader of batches, and {type(loader).__name__} cannot be iterated")
+    make = partial(BatchIds, caches, depth, ids, shared)
+    if isinstance(loader, PrefetchLoader):
+        return loader.with_module(depth, make)
+    return PrefetchLoader(loader, [(depth, make)])
 
 
 class PrefetchLoader(Generic[Batch]):
@@ -184,34 +307,39 @@ class PrefetchLoader(Generic[Batch]):
 
     Args:
         loader: The loader.
-        windows: Functions that make a window, with its depth.
+        modules: Functions that make the ids of a module's batches, with the number that is known ahead.
     """
 
-    def __init__(self, loader: Iterable[Batch], windows: Sequence[tuple[int, Callable[[], Window]]]) -> None:
-        self._loader, self._windows = loader, windows
+    def __init__(
+        self, loader: Iterable[Batch], modules: Sequence[tuple[int, Callable[[], BatchIds]]]
+    ) -> None:
+        self._loader, self._modules = loader, modules
         self._left: _ReadAhead[Batch] | None = None  # after a loop over an iterator
 
-    def with_table(self, depth: int, make: Callable[[], Window]) -> "PrefetchLoader[Batch]":
-        """Return a loader that prefetches for another table, too."""
-        return PrefetchLoader(self._loader, [*self._windows, (depth, make)])
+    def with_module(self, depth: int, make: Callable[[], BatchIds]) -> "PrefetchLoader[Batch]":
+        """Return a loader that prefetches for another module, too."""
+        return PrefetchLoader(self._loader, [*self._modules, (depth, make)])
 
     def __iter__(self) -> Iterator[Batch]:
-        depth = max(depth for depth, _ in self._windows)
-        windows = [make() for _, make in self._windows]
+        depth = max(depth for depth, _ in self._modules)
+        modules = [make() for _, make in self._modules]
         ahead = self._left or _ReadAhead(self._loader)
+        is_left_over = ahead.is_over
         self._left = ahead if isinstance(self._loader, Iterator) else None
         with ExitStack() as stack:
-            for window in windows:
-                stack.callback(window.close)
+            for module in modules:
+                stack.callback(module.close)
                 for batch in ahead.waiting:
-                    window.add(batch)
+                    module.add(module.read(batch))
+            if is_left_over:  # an iterator of another rank may go on
+                ahead.add([], modules)
             while True:
-                ahead.read(depth + 1, windows)
+                ahead.read(depth + 1, modules)
                 if not ahead.waiting:
                     break
-                for window in windows:  # the batch waits on: after an error it is the first of the next loop
-                    window.advance(ahead.waiting[0])
-                yield ahead.waiting.popleft()
+                for module in modules:  # the batch waits on: after an error it is the first of the next loop
+                    module.advance(ahead.waiting[0])
+                yield ahead.pop()
             ahead.raise_failure()
 
     def __len__(self) -> int:

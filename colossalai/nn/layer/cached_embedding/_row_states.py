@@ -165,7 +165,7 @@ class RowStates:
         cache = self._alive()
         if not states:
             optimizer.state.pop(cache.param, None)
-            self._tables.pop(optimizer, None)
+            self._tables.get(optimizer, {}).clear()
             return
         optimizer.state[cache.param] = states
         self._tables.get(optimizer, {}).clear()

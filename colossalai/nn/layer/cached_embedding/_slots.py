@@ -407,7 +407,10 @@ class SlotMap:
             pinned = (
                 f", {num_others} of them pinned by padding_idx or by batches that wait for backward and step"
             )
-            remedy = "raise cache_ratio, make batches smaller, or evaluate under torch.no_grad()"
+            remedy = (
+                "raise cache_ratio, make batches smaller, evaluate under torch.no_grad(), or step with an "
+                "optimizer of its parameters()"
+            )
         num_distinct = num_missing + int(is_present.sum())
         raise CacheOverflowError(
             f"a batch has {num_distinct} distinct ids for {self.name}, and its cache holds "

@@ -5,7 +5,6 @@ import operator
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -16,7 +15,7 @@ from torch import Tensor
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
 from colossalai.nn.layer.cached_embedding._param_mgr import CachedParamMgr
-from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, Window, check_ids_of
+from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, prefetch
 from colossalai.nn.layer.cached_embedding._slots import CacheOverflowError, EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table_file import TableFile
 from colossalai.tensor import RowCacheModule, cached_tables
@@ -225,17 +224,7 @@ class CachedTable(RowCacheModule):
             ValueError: `depth` is not a number of batches.
             TypeError: `loader` cannot be iterated, or `ids` not be called.
         """
-        if not isinstance(depth, int) or depth < 0:
-            raise ValueError(f"depth is {depth!r}; it must be a number of batches, or 0 for none")
-        check_ids_of(ids)
-        if not (hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")):  # as `iter` takes it
-            raise TypeError(
-                f"prefetch takes a loader of batches, and {type(loader).__name__} cannot be iterated"
-            )
-        make = partial(Window, self.cache_weight_mgr, depth, ids)
-        if isinstance(loader, PrefetchLoader):
-            return loader.with_table(depth, make)
-        return PrefetchLoader(loader, [(depth, make)])
+        return prefetch(loader, [self.cache_weight_mgr], depth, ids)
 
     def close(self) -> None:
         """Write the newest rows to the file of the table, if it has one, and release the file.
@@ -378,7 +367,7 @@ class CachedTable(RowCacheModule):
         tables = self._own_tables() if keep_vars else self._saved_tables()
         for key, table in tables:
             destination[prefix + key] = table if keep_vars else table.detach()
-        if not any(key == "weight" for key in self._saved_shapes):
+        if "weight" not in self._saved_shapes:
             del destination[prefix + "weight"]  # the cache
 
     def _load_from_state_dict(

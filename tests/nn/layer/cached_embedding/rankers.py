@@ -92,14 +92,23 @@ class Ranker(nn.Module):
 
 
 def make_rankers(
-    kind: str, *, cache_ratio: float = 0.3, dtype: torch.dtype = torch.float64, **options: Any
+    kind: str,
+    *,
+    cache_ratio: float = 0.3,
+    dtype: torch.dtype = torch.float64,
+    local_batches: bool = False,
+    **options: Any,
 ) -> tuple[Ranker, Ranker]:
     """Return the model of one process by torch, and that of all ranks, with the same values."""
     torch.manual_seed(0)
     options = {"mode": "sum", "sparse": True, "dtype": dtype, **options}
     if kind == "columns":
         tables: nn.Module = nn.ModuleList(
-            [ParallelCachedEmbeddingBag(sum(SIZES), DIM, cache_ratio=cache_ratio, **options)]
+            [
+                ParallelCachedEmbeddingBag(
+                    sum(SIZES), DIM, cache_ratio=cache_ratio, local_batches=local_batches, **options
+                )
+            ]
         )
         plain: nn.Module = nn.ModuleList([nn.EmbeddingBag(sum(SIZES), DIM, **options)])
     else:
@@ -108,7 +117,7 @@ def make_rankers(
             "one": ParallelCachedEmbeddingBagTablewise,
             "split": ParallelCachedEmbeddingBagTablewiseSplitCache,
         }
-        tables = kinds[kind](configs, DIM, **options)
+        tables = kinds[kind](configs, DIM, local_batches=local_batches, **options)
         plain = nn.ModuleDict(
             {f"table_{number}": nn.EmbeddingBag(rows, DIM, **options) for number, rows in enumerate(SIZES)}
         )

@@ -20,6 +20,7 @@ OWN = (
     "warmup_ratio",
     "overflow",
     "weight_path",
+    "local_batches",
     "name",
 )  # options that torch's lacks
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import SGD, Adagrad
+from torch.optim import SGD, Adagrad, SparseAdam
 
 import colossalai
 from colossalai.booster import Booster
@@ -154,6 +154,43 @@ def test_one_process_without_a_plan(name: str, tmp_path: Path) -> None:
         bag, optimizers[1] = other, optimizer
         if has_one_file:  # those of torch, at the same step
             load_checkpoint(tmp_path / "both", reference, optimizers[0])
+
+
+def test_states_of_slots_are_not_saved(tmp_path: Path) -> None:
+    bag = make_pair()[1]
+    param = bag.cache_weight_mgr.param
+    optimizer = SparseAdam(bag.parameters())
+    # Those of another cache of the same size.
+    optimizer.state[param] = {
+        "step": 3,
+        "exp_avg": torch.rand(param.shape),
+        "exp_avg_sq": torch.rand(param.shape),
+    }
+    with pytest.raises(
+        ValueError, match=r"load the state_dict\(\) of an optimizer that has made a step with it"
+    ):
+        save_optimizer(optimizer, tmp_path / "optimizer", param_names=parameter_names(bag))
+
+
+def test_tables_with_different_numbers_of_steps(tmp_path: Path) -> None:
+    reference, model = make_rankers("one")
+    plain = SparseAdam(reference.tables.parameters())
+    for tables in ([*reference.tables.children()], [reference.tables.table_1]):
+        for table in tables:
+            table(torch.tensor([[1, 2]])).sum().backward()
+        plain.step()
+        plain.zero_grad()
+    save_optimizer(plain, tmp_path / "optimizer", param_names=parameter_names(reference))
+    with pytest.raises(ValueError, match=r"tables of Par.* have different values of .* 'step', .*SplitCache"):
+        load_optimizer(
+            SparseAdam(model.tables.parameters()),
+            tmp_path / "optimizer",
+            param_names=parameter_names(model),
+        )
+    split = make_rankers("split")[1]
+    optimizer = SparseAdam(split.tables.parameters())
+    load_optimizer(optimizer, tmp_path / "optimizer", param_names=parameter_names(split))
+    assert [state["step"] for state in optimizer.state.values()] == [1, 2, 1]
 
 
 def test_an_optimizer_before_its_first_step(tmp_path: Path) -> None:

@@ -128,6 +128,30 @@ def test_plugins(plugin: str, kind: str, name: str) -> None:
     run_ranks(train, 2, plugin, kind, name)
 
 
+def train_tables_alone() -> None:
+    """The model is a table, so its names have no prefix."""
+    colossalai.launch_from_torch({})
+    booster = Booster(plugin=PLUGINS["gemini"]())
+    torch.manual_seed(0)
+    bag = ParallelCachedEmbeddingBag(60, 4, mode="sum", sparse=True, cache_ratio=0.5)
+    reference = nn.EmbeddingBag(60, 4, mode="sum", sparse=True)
+    reference.load_state_dict(bag.state_dict())
+    wanted = SGD(reference.parameters(), lr=0.1)
+    model, optimizer, *_ = booster.boost(bag, SGD(bag.parameters(), lr=0.1))
+    ids = torch.arange(24).view(6, 4) * 7 % 60
+    booster.backward(model(ids).square().mean(), optimizer)
+    optimizer.step()
+    reference(ids).square().mean().backward()
+    wanted.step()
+    assert [*model.state_dict()] == ["weight"]
+    check_equal(reference, model.state_dict())
+    gpc.destroy()
+
+
+def test_a_table_that_is_the_whole_model() -> None:
+    run_ranks(train_tables_alone, 2)
+
+
 def accumulate(kind: str) -> None:
     colossalai.launch_from_torch({"zero": {"stage": 1}, "gradient_accumulation": 2, "clip_grad_norm": 0.3})
     reference, raw = make_rankers(kind, cache_ratio=0.7)

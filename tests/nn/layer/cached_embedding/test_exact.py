@@ -171,6 +171,22 @@ def test_dense_gradients() -> None:
     torch.testing.assert_close(bag.weight, reference.weight.detach(), rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("ratio", [0.2, 1.0])
+def test_gradients_divided_by_counts(ratio: float) -> None:
+    """Those of `torch.nn.Embedding`; the bag of torch 2.13 divides by counts of other ids on a CPU."""
+    _, bag = make_pair(ratio, sparse=False, scale_grad_by_freq=True)
+    reference = nn.Embedding(NUM_ROWS, DIM, scale_grad_by_freq=True, _weight=bag.weight.clone())
+    factors = torch.linspace(0.5, 2, 6)[:, None]
+    optimizers = [OPTIMIZERS["sgd"](each.parameters()) for each in (reference, bag)]
+    for ids in batches(5):
+        (reference(ids).sum(1) * factors).square().sum().backward()
+        (bag(ids) * factors).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(bag.weight, reference.weight.detach())
+
+
 def test_a_run_goes_on_in_torch_and_back_under_another_ratio() -> None:
     reference, bag = make_pair(0.1)
     optimizer = OPTIMIZERS["sparse_adam"](reference.parameters())

@@ -26,6 +26,7 @@ pytestmark = [pytest.mark.unit, pytest.mark.filterwarnings("ignore:Sparse invari
         ({"buffer_size": -1}, "buffer_size is -1"),
         ({"mode": "avg"}, "mode is 'avg'; it must be one of 'sum', 'mean', 'max'"),
         ({"mode": "max", "sparse": True}, "mode='max' has no sparse gradients in torch: use sparse=False"),
+        ({"mode": "max", "scale_grad_by_freq": True}, "scale_grad_by_freq needs mode='sum' or 'mean', as in"),
         ({"padding_idx": 10}, "padding_idx is 10"),
         ({"_weight": torch.zeros(3, 3)}, r"_weight has the shape \(3, 3\); .* \(10, 4\)"),
     ],

@@ -4,6 +4,7 @@ import glob
 import operator
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,11 +13,26 @@ from colossalai.communication import all_gather, copy_forward_reduce_backward
 from colossalai.context import Axis
 from colossalai.nn.layer.cached_embedding._bag import CachedEmbeddingBag
 from colossalai.nn.layer.cached_embedding._host_rows import HostRows
+from colossalai.nn.layer.cached_embedding._prefetch import IdsOf, PrefetchLoader, prefetch
 from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table import check_not_lazy
-from colossalai.nn.layer.cached_embedding.parallel._exchange import BagExchange, axes_along, batch_axis
+from colossalai.nn.layer.cached_embedding.parallel._batches import (
+    BatchExchange,
+    Collected,
+    IdsOfRanks,
+    RankBags,
+    joined,
+)
+from colossalai.nn.layer.cached_embedding.parallel._exchange import (
+    BagExchange,
+    axes_along,
+    batch_axis,
+    two_dims,
+)
 from colossalai.nn.layer.tensor_parallel import launched_job
 from colossalai.tensor import ShardingSpec
+
+Batch = TypeVar("Batch")
 
 _BLOCK_BYTES = 1 << 24  # gathered or drawn at a time
 
@@ -25,10 +41,12 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
     """`CachedEmbeddingBag` whose columns are divided among the data-parallel ranks.
 
     Each rank has all rows of its columns, in a table and a cache of its own. It is given the ids of the whole
-    batch, and returns the bags of its part of the batch; see [Note: batches of several ranks]. Dense layers
-    go under `torch.nn.parallel.DistributedDataParallel`, the bag itself does not.
+    batch, or of its part of it (`local_batches`), and returns the bags of its part of the batch; see [Note:
+    batches of several ranks]. Dense layers go under `torch.nn.parallel.DistributedDataParallel`, the bag
+    itself does not.
 
     A forward of b bags sends (b - b / R) embedding_dim / R elements to other ranks, the backward as many.
+    With `local_batches` it sends the lengths and ids of the rank's part, 8 bytes each, to R - 1 ranks.
 
     `weight` has the columns of this rank. `state_dict()` is that of `torch.nn.EmbeddingBag`, in host memory:
     all ranks call it. States of the optimizer are those of the columns of this rank.
@@ -54,6 +72,8 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
         evict_strategy: Order in which rows are evicted.
         weight_path: File of the table. Several ranks have a file each, with "-00000-of-00002" in its name.
         overflow: See `CachedEmbeddingBag`.
+        local_batches: Whether each rank is given its own part of the batch, as from a `DistributedSampler`;
+            else the whole batch, the same on all ranks.
         name: Name of the table in error messages.
 
     Attributes:
@@ -88,6 +108,7 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
         *,
         weight_path: str | Path | None = None,
         overflow: str = "error",
+        local_batches: bool = False,
         name: str = "",
     ) -> None:
         check_not_lazy(type(self).__name__)
@@ -105,6 +126,8 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
             _weight = _weight if axis.size == 1 else _weight[:, axis.rank * width :][:, :width].contiguous()
         # Before the base class: it draws the table.
         self._exchange = BagExchange(axis, name)
+        self._batches = BatchExchange(axis, name)
+        self.local_batches = local_batches
         super().__init__(
             num_embeddings,
             width,
@@ -147,11 +170,14 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
         """Reduce the rows of each bag of the whole batch; return those of this rank's part of the batch.
 
         Args:
-            input: Ids of the whole batch, the same on all ranks: (bags, ids), or (ids,) with `offsets`.
+            input: Ids of the whole batch, the same on all ranks, or of this rank's part with `local_batches`:
+                (bags, ids), or (ids,) with `offsets`.
             offsets: (bags,): where each bag begins.
             per_sample_weights: A factor for each id, of the shape of `input`; for mode "sum".
-            shape_hook: Function of the output of all bags, (bags, embedding_dim_per_partition).
-            scatter_dim: Dimension of its result that is divided among the ranks as by `Tensor.tensor_split`.
+            shape_hook: Function of the output of all bags, (bags, embedding_dim_per_partition); with
+                `local_batches` of those of each part.
+            scatter_dim: Dimension of its result that is divided among the ranks as by `Tensor.tensor_split`,
+                or along which those of the parts are concatenated.
             gather_dim: Dimension of its result whose parts the ranks have.
 
         Returns:
@@ -163,25 +189,76 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
         """
         dtype = self.cache_weight_mgr.param.dtype
         factors = per_sample_weights = self._factors(per_sample_weights, dtype)
-        if factors is not None:
+        is_whole = self._exchange.axis.size == 1 or not self.local_batches
+        if factors is not None and is_whole:
             factors = copy_forward_reduce_backward(factors, self._exchange.axis)
 
-        def look_up() -> Tensor:
-            output = self._reduce(input, offsets, factors)
-            return output if shape_hook is None else shape_hook(output)
+        def collect() -> Collected | None:
+            return None if is_whole else self._collect(input, offsets, factors)
 
+        def look_up(collected: Collected | None) -> tuple[Tensor, Sequence[int] | None]:
+            if collected is None:
+                output = self._reduce(input, offsets, factors)
+                return (output if shape_hook is None else shape_hook(output)), None
+            bags = joined(collected.parts)
+            ends = bags.offsets(has_last=self.include_last_offset)
+            output = self._reduce(bags.ids, ends, bags.factors)
+            if shape_hook is None:
+                return output, collected.num_bags
+            outputs = [shape_hook(part) for part in output.split(collected.num_bags)]
+            dim, _ = two_dims(outputs[0], scatter_dim, gather_dim)
+            return torch.cat(outputs, dim), [part.shape[dim] for part in outputs]
+
+        # Slots of the same rows can differ.
+        ids = input if self.cache_op else None
+        batch = {"ids": ids, "offsets": offsets, "per_sample_weights": per_sample_weights}
         return self._exchange(
             look_up,
-            # Slots of the same rows can differ.
-            {
-                "ids": input if self.cache_op else None,
-                "offsets": offsets,
-                "per_sample_weights": per_sample_weights,
-            },
+            batch if is_whole else {},
+            collect,
             scatter_dim=scatter_dim,
             gather_dim=gather_dim,
             device=self.cache_weight_mgr.param.device,
         )
+
+    def _collect(self, input: Tensor, offsets: Tensor | None, factors: Tensor | None) -> Collected | None:
+        """Return the bags of the parts of all ranks; collective."""
+        axis, has_last = self._exchange.axis, self.include_last_offset
+
+        def cut() -> tuple[int, list[RankBags]]:
+            check_ids(self.cache_op, self._exchange.name)
+            bags = RankBags.of(input, offsets, factors, has_last=has_last)
+            return len(bags.lengths), [bags] * axis.size
+
+        return self._batches.collect(cut, param=self.cache_weight_mgr.param)
+
+    def prefetch(
+        self, loader: Iterable[Batch], depth: int = 4, ids: IdsOf | None = None
+    ) -> PrefetchLoader[Batch]:
+        """Return a loader of the same batches, whose rows come while the batch before them computes.
+
+        With `local_batches` all ranks read it alike, each its own parts: reading a batch is a collective.
+
+        Args:
+            loader: See `CachedEmbeddingBag.prefetch`.
+            depth: Number of batches that are known ahead; 0 for none.
+            ids: Function that returns the ids of a batch. Default: a batch is its ids.
+
+        Raises:
+            ValueError: `depth` is not a number of batches.
+            TypeError: `loader` cannot be iterated, or `ids` not be called.
+        """
+        axis, cache = self._exchange.axis, self.cache_weight_mgr
+        shared = None
+        if self.local_batches and axis.size > 1:
+            shared = IdsOfRanks(
+                self._batches, cache.param, lambda own: [own] * axis.size, lambda whole: [whole]
+            )
+        return prefetch(loader, [cache], depth, ids, shared)
+
+    def extra_repr(self) -> str:
+        """Return the arguments in one line."""
+        return f"{super().extra_repr()}, local_batches={self.local_batches}"
 
     def _check_ranks(self, name: str) -> None:
         self._exchange.check_job(self.parameters())
@@ -218,6 +295,19 @@ class ParallelCachedEmbeddingBag(CachedEmbeddingBag):
         axis, width = self._exchange.axis, self.embedding_dim_per_partition
         own = loaded if axis.size == 1 else loaded[:, axis.rank * width :][:, :width]
         super()._load_table(key, own, is_assigned=is_assigned and axis.size == 1)
+
+
+def check_ids(are_ids: bool, name: str) -> None:
+    """Check that a part of a batch has ids.
+
+    Raises:
+        ValueError: The part has slots.
+    """
+    if not are_ids:
+        raise ValueError(
+            f"{name} has local_batches=True and was given slots (cache_op=False), which other ranks do not "
+            "know: pass ids"
+        )
 
 
 def check_shape(num_rows: int, dim: int) -> tuple[int, int]:

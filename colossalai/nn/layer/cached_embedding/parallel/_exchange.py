@@ -1,12 +1,14 @@
 """Exchange of bags between ranks that own columns, or tables, and ranks with different parts of the batch.
 
 [Note: batches of several ranks]
-Each rank is given the ids of the whole batch, and looks up its part of the table: its columns, or its tables.
+Each rank is given the ids of the whole batch, or collects them from all ranks ([Note: local batches] in
+`_batches.py`), and looks up its part of the table: its columns, or its tables.
 One all-to-all of pooled rows gives each rank the outputs of its part of the batch. With R ranks the loss is
 the mean of the losses of R parts, as under `DistributedDataParallel`: the backward sends gradients back, and
 divides them by R. So a row has one owner, whose gradient is complete: no other call averages it.
 """
 
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -23,7 +25,9 @@ from colossalai.nn.layer.cached_embedding._host_rows import BITS
 from colossalai.nn.layer.tensor_parallel import launched_job
 
 T = TypeVar("T")
+C = TypeVar("C")
 
+_LEAST_NUMBERS = 8  # in an agreement: those of a lookup; of a local batch 5, and 2 for each rank
 _ODD = 0x1E3779B97F4A7C15  # of random bits
 
 
@@ -81,37 +85,14 @@ class BagExchange:
             result = read()
         except Exception as error:
             failure = error
-        # Joined by all ranks of the axis, also those that have failed, so that none waits for a table.
-        found = all_gather(torch.tensor([failure is None], dtype=torch.int64, device=device), 0, self.axis)
-        self._check_success(found.tolist(), "state_dict()", failure)
+        agree("state_dict()", [], failure, axis=self.axis, name=self.name, device=device)
         return result
-
-    def _check_success(
-        self, has_succeeded: Sequence[int], action: str, failure: Exception | None = None
-    ) -> None:
-        """Raise the failure of this rank, or an error with that of another one; collective if there is one.
-
-        Args:
-            has_succeeded: Whether the action has succeeded on each rank.
-            action: The action.
-            failure: The failure of this rank.
-        """
-        if all(has_succeeded):
-            return
-        reason = None if failure is None else f"{type(failure).__name__}: {failure}"
-        # Joined by all ranks of the axis: all have the same `has_succeeded`.
-        reasons = gather_values(reason, self.axis.group)
-        if failure is not None:
-            raise failure
-        rank = has_succeeded.index(0)
-        raise RuntimeError(
-            f"{action} of {self.name} has failed on rank {rank} along {self.axis.name} ({reasons[rank]})"
-        )
 
     def __call__(
         self,
-        look_up: Callable[[], Tensor],
+        look_up: Callable[[C], tuple[Tensor, Sequence[int] | None]],
         batch: Mapping[str, Tensor | None],
+        collect: Callable[[], C],
         *,
         device: torch.device,
         scatter_dim: int = 0,
@@ -121,9 +102,11 @@ class BagExchange:
         """Return the columns of all ranks for this rank's part of the batch; collective.
 
         Args:
-            look_up: Function that returns the columns of this rank for the whole batch; it communicates with
-                no other rank.
+            look_up: Function of the result of `collect` that returns the columns of this rank for the whole
+                batch, and the extents of the ranks' parts along `scatter_dim`, None for those of
+                `Tensor.tensor_split`; it communicates with no other rank.
             batch: Arguments of the lookup, by name, which are the same on all ranks.
+            collect: Function that returns the bags of all ranks; if it fails, it does so on all ranks.
             device: Device of tensors that are sent.
             scatter_dim: Dimension of the bags.
             gather_dim: Dimension of the columns.
@@ -134,28 +117,29 @@ class BagExchange:
             ValueError: The ranks have different batches, or the dimensions are not two of the output.
         """
         if self.axis.size == 1:
-            return look_up()
+            return look_up(collect())[0]
         result: Tensor = outside_graphs(self._exchange)(
-            look_up, batch, device, scatter_dim, gather_dim, widths
+            look_up, batch, collect, device, scatter_dim, gather_dim, widths
         )
         return result
 
     def _exchange(
         self,
-        look_up: Callable[[], Tensor],
+        look_up: Callable[[C], tuple[Tensor, Sequence[int] | None]],
         batch: Mapping[str, Tensor | None],
+        collect: Callable[[], C],
         device: torch.device,
         scatter_dim: int,
         gather_dim: int,
         widths: Sequence[int] | None,
     ) -> Tensor:
+        collected = collect()
         failure: Exception | None = None
-        output, numbers = None, [0] * (4 + len(batch))
+        output, numbers = None, [0] * (3 + len(batch))
         try:
-            output = look_up()
-            bags, columns = _two_dims(output, scatter_dim, gather_dim)
+            output, sizes = look_up(collected)
+            bags, columns = two_dims(output, scatter_dim, gather_dim)
             numbers = [
-                1,
                 output.requires_grad,
                 torch.is_grad_enabled() and not output.is_inference(),
                 output.shape[bags],
@@ -164,16 +148,15 @@ class BagExchange:
             ]
         except Exception as error:
             failure = error
-        # Joined by all ranks of the axis, also those that have failed: no rank waits for an exchange.
-        found = all_gather(torch.tensor([numbers], device=device), 0, self.axis).tolist()
-        self._check_success([has_succeeded for has_succeeded, *_ in found], "the lookup", failure)
+        found = agree("the lookup", numbers, failure, axis=self.axis, name=self.name, device=device)
         assert output is not None, "else there is a failure"
         self._check_agreement(found, batch)
-        needs_grad = any(has_grad for _, has_grad, *_ in found)
+        needs_grad = any(has_grad for has_grad, *_ in found)
         # Frozen tables take part in the backward, which the others need.
         anchor = torch.empty(0, device=device, requires_grad=True) if needs_grad else None
-        widths = widths or [output.shape[columns]] * self.axis.size
-        result: Tensor = _ExchangeBags.apply(output, anchor, self.axis, bags, columns, tuple(widths))
+        cut = bags, sizes or part_sizes(output.shape[bags], self.axis.size)
+        gathered = columns, widths or [output.shape[columns]] * self.axis.size
+        result: Tensor = _ExchangeBags.apply(output, anchor, self.axis, cut, gathered)
         return result
 
     def _check_agreement(self, found: Sequence[Sequence[int]], names: Iterable[str]) -> None:
@@ -183,16 +166,22 @@ class BagExchange:
             found: The numbers of each rank.
             names: Names of the arguments.
         """
-        _, _, is_enabled, num_bags, *checksums = zip(*found, strict=True)
+        _, is_enabled, num_bags, *checksums = zip(*found, strict=True)
         where = f"along {self.axis.name}"
         differing = [name for name, each in zip(names, checksums, strict=True) if len({*each}) > 1]
         if len({*num_bags}) > 1 or differing:
             text = ", ".join(f"{number} bags on rank {rank}" for rank, number in enumerate(num_bags))
+            if not checksums:
+                raise ValueError(
+                    f"{self.name} was given different batches ({text}): give all ranks {where} bags of the "
+                    "same samples, and the same shape_hook and scatter_dim"
+                )
             if len({*num_bags}) == 1:
                 text = f"the {differing[0]} differ in values, shape or requires_grad"
             raise ValueError(
                 f"{self.name} was given different batches ({text}): pass the whole batch to each of the "
-                f"{self.axis.size} ranks {where}, which returns its part"
+                f"{self.axis.size} ranks {where}, which returns its part, or make it with local_batches=True "
+                "and pass each rank its own part"
             )
         if len({*is_enabled}) > 1:
             raise RuntimeError(
@@ -210,20 +199,18 @@ class _ExchangeBags(torch.autograd.Function):
         output: Tensor,
         anchor: Tensor | None,
         axis: Axis,
-        scattered: int,
-        gathered: int,
-        widths: tuple[int, ...],
+        bags: "Cut",
+        columns: "Cut",
     ) -> Tensor:
-        sizes = part_sizes(output.shape[scattered], axis.size)
-        ctx.axis, ctx.bags, ctx.columns = axis, (scattered, sizes), (gathered, widths)
-        return _exchange_parts(output, axis, split=ctx.bags, gather=ctx.columns)
+        ctx.axis, ctx.bags, ctx.columns = axis, bags, columns
+        return _exchange_parts(output, axis, split=bags, gather=columns)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         own = _exchange_parts(grad, ctx.axis, split=ctx.columns, gather=ctx.bags)
         # Here, once: the loss is the mean of those of all parts of the batch.
         own.div_(ctx.axis.size)
-        return own if ctx.needs_input_grad[0] else None, *[None] * 5
+        return own if ctx.needs_input_grad[0] else None, *[None] * 4
 
 
 Cut = tuple[int, Sequence[int]]
@@ -242,6 +229,55 @@ def _exchange_parts(tensor: Tensor, axis: Axis, *, split: Cut, gather: Cut) -> T
     # Joined by all ranks of the axis; complete on return.
     exchange(parts, received, axis)
     return torch.cat(received, gather_dim)
+
+
+def agree(
+    action: str,
+    numbers: Sequence[int],
+    failure: Exception | None,
+    *,
+    axis: Axis,
+    name: str,
+    device: torch.device,
+) -> list[list[int]]:
+    """Return numbers of all ranks, if each has made the same action without a failure; collective.
+
+    Args:
+        action: The action, such as "the lookup".
+        numbers: Numbers of this rank; all ranks have as many.
+        failure: The failure of this rank.
+        axis: The ranks.
+        name: Name of the table in error messages.
+        device: Device of the numbers that are sent.
+
+    Raises:
+        RuntimeError: A rank has failed, or has made another action.
+    """
+    tag = zlib.crc32(f"{action} of {name}".encode())
+    # As many for each action: a rank with another one is found.
+    size = max(_LEAST_NUMBERS, 2 * axis.size + 5)
+    own = [tag, failure is None, *numbers]
+    own += [0] * (size - len(own))
+    # Joined by all ranks of the axis, also those that have failed: no rank waits for an exchange.
+    found: list[list[int]] = all_gather(torch.tensor([own], device=device), 0, axis).tolist()
+    tags, has_succeeded, *_ = zip(*found, strict=True)
+    if len({*tags}) == 1 and all(has_succeeded):
+        return [each[2 : 2 + len(numbers)] for each in found]
+    reason = None if failure is None else f"{type(failure).__name__}: {failure}"
+    # Joined by all ranks of the axis: all have the same numbers.
+    of_ranks = gather_values((f"{action} of {name}", reason), axis.group)
+    if failure is not None:
+        raise failure
+    if len({*tags}) > 1:
+        text = ", ".join(f"{each} on rank {rank}" for rank, (each, _) in enumerate(of_ranks))
+        raise RuntimeError(
+            f"the ranks along {axis.name} do different things ({text}): call the tables, and read their "
+            "loaders, in the same order on all ranks"
+        )
+    rank = has_succeeded.index(0)
+    raise RuntimeError(
+        f"{action} of {name} has failed on rank {rank} along {axis.name} ({of_ranks[rank][1]})"
+    )
 
 
 def batch_axis() -> Axis:
@@ -278,7 +314,7 @@ def part_sizes(size: int, num_parts: int) -> list[int]:
     return [size // num_parts + (part < size % num_parts) for part in range(num_parts)]
 
 
-def _two_dims(output: Tensor, scatter_dim: int, gather_dim: int) -> tuple[int, int]:
+def two_dims(output: Tensor, scatter_dim: int, gather_dim: int) -> tuple[int, int]:
     """Return two dimensions of an output, counted from the first."""
     num_dims = output.dim()
     dims = tuple(dim + num_dims if dim < 0 else dim for dim in (scatter_dim, gather_dim))

@@ -1,6 +1,6 @@
 """Several cached embeddings of one width, each with one owner among the ranks and a cache of its own."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from colossalai.communication import copy_forward_reduce_backward
 from colossalai.nn.layer.cached_embedding._bag import CachedEmbeddingBag
-from colossalai.nn.layer.cached_embedding._prefetch import IdsOf, check_ids_of
+from colossalai.nn.layer.cached_embedding._prefetch import IdsOf, check_ids_of, prefetch
 from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
+from colossalai.nn.layer.cached_embedding.parallel._batches import BatchExchange, Collected, IdsOfRanks
 from colossalai.nn.layer.cached_embedding.parallel._columns import check_shape
 from colossalai.nn.layer.cached_embedding.parallel._exchange import BagExchange
 from colossalai.nn.layer.cached_embedding.parallel._placement import TablewiseEmbeddingBagConfig
@@ -43,6 +44,7 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
         evict_strategy: Order in which rows are evicted.
         cache_ratio: Share of the rows that a cache holds, for tables without `cuda_row_num`.
         overflow: See `CachedEmbeddingBag`.
+        local_batches: See `ParallelCachedEmbeddingBagTablewise`.
         name: Name of the tables together in error messages.
 
     Attributes:
@@ -72,6 +74,7 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
         *,
         cache_ratio: float = 0.01,
         overflow: str = "error",
+        local_batches: bool = False,
         name: str = "",
     ) -> None:
         super().__init__()
@@ -85,6 +88,8 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
         self.include_last_offset = include_last_offset
         self._tables = tables
         self._exchange = BagExchange(tables.axis, tables.name)
+        self._batches = BatchExchange(tables.axis, tables.name)
+        self.local_batches = local_batches
         # A rank without tables has a spare row, whose optimizer and parameter are checked as those of tables.
         self._spare: tuple[CachedEmbeddingBag, ...] = ()
         self.register_parameter("spare_weight", None)
@@ -150,7 +155,7 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
 
         Args:
             indices: Ids: (tables * bags, ids), or (ids,) with `offsets`, in the order of the tables; the same
-                on all ranks.
+                on all ranks, or those of this rank's part of the batch with `local_batches`.
             offsets: (tables * bags,): where each bag begins.
             per_sample_weights: A factor for each id, of the shape of `indices`; for mode "sum".
             shape_hook: Function of the output.
@@ -165,32 +170,54 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
         tables, has_last = self._tables, self.include_last_offset
         per_sample_weights = self._factors(per_sample_weights, self._any_param.dtype)
         batch = TableBatch(indices, offsets, per_sample_weights)
-        if per_sample_weights is not None:
+        is_whole = tables.axis.size == 1 or not self.local_batches
+        if is_whole and per_sample_weights is not None:
             batch = batch._replace(factors=copy_forward_reduce_backward(per_sample_weights, tables.axis))
 
-        def look_up() -> Tensor:
-            self._exchange.check_job(self.parameters())
-            num_bags = batch.num_bags(len(tables.names), has_last=has_last)
-            batch.check(len(tables.names), has_last=has_last)
-            parts = tables.parts(batch, num_bags, has_last=has_last)
-            outputs = [self._bag(table)(*part) for table, part in zip(tables.own, parts, strict=True)]
-            if outputs:
-                return self._output(torch.cat(outputs, 1))
-            # Empty bags, whose graph is that of ranks with tables.
-            [spare] = self._spare
-            empty = torch.zeros(num_bags + has_last, dtype=torch.int64, device=indices.device)
-            factors = None if batch.factors is None else batch.factors.flatten()[:0]
-            output: Tensor = spare(indices.flatten()[:0].long(), empty, factors)
-            return self._output(output[:, :0])
+        def collect() -> Collected | None:
+            if is_whole:
+                return None
+            return self._batches.collect(lambda: tables.cut(batch, has_last=has_last), param=self._any_param)
 
+        def look_up(collected: Collected | None) -> tuple[Tensor, Sequence[int] | None]:
+            self._exchange.check_job(self.parameters())
+            if collected is not None:
+                own = tables.merge(collected, has_last=has_last)
+                return self._reduce(own, sum(collected.num_bags), is_whole=False), collected.num_bags
+            batch.check(len(tables.names), has_last=has_last)
+            num_bags = batch.num_bags(len(tables.names), has_last=has_last)
+            return self._reduce(batch, num_bags, is_whole=True), None
+
+        given = {"ids": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
         output = self._exchange(
             look_up,
-            {"ids": indices, "offsets": offsets, "per_sample_weights": per_sample_weights},
+            given if is_whole else {},
+            collect,
             widths=tables.widths(self.embedding_dim),
             device=self._any_param.device,
         )
         output = tables.in_order(output, self.embedding_dim)
         return output if shape_hook is None else shape_hook(output)
+
+    def _reduce(self, batch: TableBatch, num_bags: int, *, is_whole: bool) -> Tensor:
+        """Reduce the rows of the bags of this rank's tables.
+
+        Args:
+            batch: The bags.
+            num_bags: Number of bags of each table.
+            is_whole: Whether `batch` has all tables.
+        """
+        tables, has_last = self._tables, self.include_last_offset
+        parts = tables.parts(batch, num_bags, has_last=has_last, is_whole=is_whole)
+        outputs = [self._bag(table)(*part) for table, part in zip(tables.own, parts, strict=True)]
+        if outputs:
+            return self._output(torch.cat(outputs, 1))
+        # Empty bags, whose graph is that of ranks with tables.
+        [spare] = self._spare
+        empty = torch.zeros(num_bags + has_last, dtype=torch.int64, device=batch.ids.device)
+        factors = None if batch.factors is None else batch.factors.flatten()[:0]
+        output: Tensor = spare(batch.ids.flatten()[:0].long(), empty, factors)
+        return self._output(output[:, :0])
 
     def prefetch(
         self,
@@ -199,6 +226,8 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
         ids: IdsOf | None = None,
     ) -> Iterable[Batch]:
         """Return a loader of the same batches, whose rows come while the batch before them computes.
+
+        With `local_batches` all ranks read it alike, each its own parts: reading a batch is a collective.
 
         Args:
             loader: See `CachedEmbeddingBag.prefetch`.
@@ -210,6 +239,11 @@ class ParallelCachedEmbeddingBagTablewiseSplitCache(RowCacheModule):
             TypeError: `loader` cannot be iterated, or `ids` not be called.
         """
         check_ids_of(ids)
+        tables = self._tables
+        if self.local_batches and tables.axis.size > 1:
+            shared = IdsOfRanks(self._batches, self._any_param, tables.cut_ids, tables.by_own_table)
+            caches = [bag.cache_weight_mgr for bag in (*self.cached_embedding_bag_list, *self._spare)]
+            return prefetch(loader, caches, depth, ids, shared)
         for table in self._tables.own:
             loader = self._bag(table).prefetch(loader, depth, self._tables.ids_of_table(table, ids))
         for spare in self._spare:  # the loader is read at the same times on all ranks

@@ -13,6 +13,7 @@ from colossalai.communication import broadcast
 from colossalai.context import Axis
 from colossalai.nn.layer.cached_embedding._bag import check_offsets
 from colossalai.nn.layer.cached_embedding._prefetch import IdsOf, flat_ids
+from colossalai.nn.layer.cached_embedding.parallel._batches import Collected, RankBags, joined
 from colossalai.nn.layer.cached_embedding.parallel._placement import (
     TablePlacement,
     TablewiseEmbeddingBagConfig,
@@ -129,7 +130,11 @@ class PlacedTables:
     @cached_property
     def own_begins(self) -> list[int]:
         """The first row of each table of this rank, one after the other."""
-        return [0, *accumulate(self.sizes[table] for table in self.own)][:-1]
+        return self.begins_on(self.axis.rank)
+
+    def begins_on(self, rank: int) -> list[int]:
+        """Return the first row of each table of a rank, one after the other."""
+        return [0, *accumulate(self.sizes[table] for table in self.placement.tables_of(rank))][:-1]
 
     def draw(
         self, configs: Sequence[TablewiseEmbeddingBagConfig], dim: int, dtype: torch.dtype | None
@@ -228,6 +233,44 @@ class PlacedTables:
         last = batch.offsets.new_tensor([num_before[-1]] if has_last else [])
         return TableBatch(ids, torch.cat([batch.offsets[:0], *offsets, last]), factors)
 
+    def cut(self, batch: TableBatch, *, has_last: bool) -> tuple[int, list[RankBags]]:
+        """Return the number of bags of each table, and the bags of each rank's tables, numbered over these.
+
+        Args:
+            batch: The bags of all tables, for this rank's part of the batch.
+            has_last: Whether offsets end with the number of ids.
+
+        Raises:
+            ValueError: The batch is not one of all tables, or an id is not one of its table.
+            TypeError: The ids are not integers.
+        """
+        whole = RankBags.of(*batch, has_last=has_last)
+        batch.check(len(self.names), has_last=has_last)
+        tables = whole.split(len(self.names))
+        for table, bags in enumerate(tables):
+            self._check_ids(bags.ids - self.begins[table], table, begin=self.begins[table], is_whole=True)
+
+        def of_rank(rank: int) -> RankBags:
+            parts = [
+                tables[table]._replace(ids=tables[table].ids + (begin - self.begins[table]))
+                for table, begin in zip(self.placement.tables_of(rank), self.begins_on(rank), strict=True)
+            ]
+            return joined([tables[0].none, *parts])
+
+        return len(tables[0].lengths), [of_rank(rank) for rank in range(self.axis.size)]
+
+    def merge(self, collected: Collected, *, has_last: bool) -> TableBatch:
+        """Return the parts of all ranks as one batch of the tables of this rank.
+
+        Args:
+            collected: The bags of this rank's tables from each rank.
+            has_last: Whether offsets end with the number of ids.
+        """
+        by_rank = [part.split(len(self.own)) for part in collected.parts]
+        by_table = [bags for table in zip(*by_rank, strict=True) for bags in table]
+        whole = joined([collected.parts[0].none, *by_table])
+        return TableBatch(whole.ids, whole.offsets(has_last=has_last), whole.factors)
+
     @cached_property
     def own_padding(self) -> list[int]:
         """The ids of padding, numbered over the tables of this rank."""
@@ -279,6 +322,32 @@ class PlacedTables:
             if own is None:
                 block.copy_(sent)
         return whole
+
+    def cut_ids(self, ids: Tensor) -> list[Tensor]:
+        """Return the ids for each rank, numbered over its tables; for prefetch."""
+        tables = [self.ids_of_table(table, None)(ids) for table in range(len(self.names))]
+        return [
+            torch.cat(
+                [
+                    ids[:0],
+                    *(
+                        tables[table] + begin
+                        for table, begin in zip(
+                            self.placement.tables_of(rank), self.begins_on(rank), strict=True
+                        )
+                    ),
+                ]
+            )
+            for rank in range(self.axis.size)
+        ]
+
+    def by_own_table(self, ids: Tensor) -> list[Tensor]:
+        """Return ids, numbered over the tables of this rank, for each of them, or none for a spare one."""
+        own = [
+            ids[(ids >= begin) & (ids < begin + self.sizes[table])] - begin
+            for table, begin in zip(self.own, self.own_begins, strict=True)
+        ]
+        return own or [ids[:0]]
 
     def ids_of_own(self, ids: IdsOf | None, *, is_whole: bool) -> IdsOf:
         """Return the function of a batch's ids on this rank, as they are looked up; for prefetch.

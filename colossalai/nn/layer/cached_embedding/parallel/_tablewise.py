@@ -13,10 +13,16 @@ from torch import Tensor
 from colossalai.communication import copy_forward_reduce_backward
 from colossalai.logging import get_dist_logger
 from colossalai.nn.layer.cached_embedding._bag import CachedEmbeddingBag
-from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, check_ids_of
+from colossalai.nn.layer.cached_embedding._prefetch import PrefetchLoader, check_ids_of, prefetch
 from colossalai.nn.layer.cached_embedding._slots import EvictionStrategy
 from colossalai.nn.layer.cached_embedding._table import check_not_lazy
-from colossalai.nn.layer.cached_embedding.parallel._columns import check_shape
+from colossalai.nn.layer.cached_embedding.parallel._batches import (
+    BatchExchange,
+    Collected,
+    IdsOfRanks,
+    RankBags,
+)
+from colossalai.nn.layer.cached_embedding.parallel._columns import check_ids, check_shape
 from colossalai.nn.layer.cached_embedding.parallel._exchange import BagExchange, batch_axis
 from colossalai.nn.layer.cached_embedding.parallel._placement import TablewiseEmbeddingBagConfig
 from colossalai.nn.layer.cached_embedding.parallel._tables import PlacedTables, TableBatch
@@ -28,12 +34,14 @@ Configs = Sequence[TablewiseEmbeddingBagConfig]
 class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
     """Tables of embeddings, each on one of the data-parallel ranks; those of a rank are behind one cache.
 
-    Each rank looks up the bags of its tables for the whole batch. One all-to-all gives it the bags of all
-    tables for its part of the batch; see [Note: batches of several ranks]. Dense layers go under
-    `torch.nn.parallel.DistributedDataParallel`, this module does not.
+    Each rank looks up the bags of its tables for the whole batch, whose ids all ranks are given, or their own
+    part (`local_batches`). One all-to-all gives it the bags of all tables for its part of the batch; see
+    [Note: batches of several ranks]. Dense layers go under `torch.nn.parallel.DistributedDataParallel`, this
+    module does not.
 
     A forward of b bags for each of the rank's t tables sends (b - b / R) t embedding_dim elements to other
-    ranks; the backward receives as many.
+    ranks; the backward receives as many. With `local_batches` it sends the lengths and ids of the rank's
+    part, 8 bytes each, except those for its own tables.
 
     `weight` has the tables of this rank, one after the other. `state_dict()` has each table under the key
     "name.weight", as `torch.nn.ModuleDict` of `torch.nn.EmbeddingBag`s, in host memory: all ranks call it.
@@ -58,6 +66,8 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
         pin_weight: Whether the tables are in pinned memory. Default: where the cache is on an accelerator.
         evict_strategy: Order in which rows are evicted.
         overflow: See `CachedEmbeddingBag`.
+        local_batches: Whether each rank is given its own part of the batch, of all tables, as from a
+            `DistributedSampler`; else the whole batch, the same on all ranks, or the bags of its tables.
         name: Name of the tables together in error messages.
 
     Attributes:
@@ -89,6 +99,7 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
         evict_strategy: EvictionStrategy = EvictionStrategy.LFU,
         *,
         overflow: str = "error",
+        local_batches: bool = False,
         name: str = "",
     ) -> None:
         configs = embedding_bag_config_list
@@ -118,6 +129,8 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
             )
         # Before the base class, which checks the ranks.
         self._tables, self._exchange = tables, BagExchange(tables.axis, tables.name)
+        self._batches = BatchExchange(tables.axis, tables.name)
+        self.local_batches = local_batches
         self.placement = tables.placement
         super().__init__(
             num_rows,
@@ -155,7 +168,7 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
         offsets: Tensor | None = None,
         per_sample_weights: Tensor | None = None,
         shape_hook: Callable[[Tensor], Tensor] | None = None,
-        already_split_along_rank: bool = True,
+        already_split_along_rank: bool | None = None,
         cache_op: bool = True,
     ) -> Tensor:
         """Reduce the rows of each bag of the whole batch; return those of this rank's part of the batch.
@@ -166,7 +179,8 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
             per_sample_weights: A factor for each id, of the shape of `indices`; for mode "sum".
             shape_hook: Function of the output.
             already_split_along_rank: Whether the batch has the tables of this rank only, whose ids are
-                numbered over these; else it has all tables, and is the same on all ranks.
+                numbered over these; else it has all tables, and is the same on all ranks. Default: True, and
+                False with `local_batches`.
             cache_op: Whether `indices` are ids. With False they are slots of `cache_weight_mgr.prepare_ids`.
 
         Returns:
@@ -179,32 +193,72 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
         tables, has_last = self._tables, self.include_last_offset
         per_sample_weights = self._factors(per_sample_weights, self.cache_weight_mgr.param.dtype)
         batch = TableBatch(indices, offsets, per_sample_weights)
-        is_whole = not already_split_along_rank
+        is_local = self.local_batches and tables.axis.size > 1
+        is_whole = not is_local and not self._is_split(already_split_along_rank)
         if is_whole and per_sample_weights is not None:
             batch = batch._replace(factors=copy_forward_reduce_backward(per_sample_weights, tables.axis))
         num_tables = len(tables.names) if is_whole else len(tables.own)
         takes_ids = self.cache_op and cache_op
 
-        def look_up() -> Tensor:
-            num_bags = batch.num_bags(num_tables, has_last=has_last)
-            own = self._own_part(batch, num_tables, num_bags, is_whole=is_whole, takes_ids=takes_ids)
+        def collect() -> Collected | None:
+            return self._collect(batch, already_split_along_rank, takes_ids=takes_ids) if is_local else None
+
+        def look_up(collected: Collected | None) -> tuple[Tensor, Sequence[int] | None]:
+            sizes = None
+            if collected is not None:
+                sizes = collected.num_bags
+                num_bags = sum(sizes)
+                own = tables.merge(collected, has_last=has_last)
+                own = own._replace(ids=tables.with_one_padding(own.ids))
+            else:
+                num_bags = batch.num_bags(num_tables, has_last=has_last)
+                own = self._own_part(batch, num_tables, num_bags, is_whole=is_whole, takes_ids=takes_ids)
             previous, self.cache_op = self.cache_op, takes_ids
             try:
                 output = self._reduce(*own)  # (tables of this rank * bags, dim)
             finally:
                 self.cache_op = previous
             by_table = output.view(len(tables.own), num_bags, self.embedding_dim)
-            return by_table.transpose(0, 1).reshape(num_bags, len(tables.own) * self.embedding_dim)
+            return by_table.transpose(0, 1).reshape(num_bags, len(tables.own) * self.embedding_dim), sizes
 
         given = {"ids": indices, "offsets": offsets, "per_sample_weights": per_sample_weights}
         output = self._exchange(
             look_up,
             given if is_whole else {},
+            collect,
             widths=tables.widths(self.embedding_dim),
             device=self.cache_weight_mgr.param.device,
         )
         output = tables.in_order(output, self.embedding_dim)
         return output if shape_hook is None else shape_hook(output)
+
+    def _is_split(self, already_split_along_rank: bool | None) -> bool:
+        """Return whether a batch has the tables of this rank only.
+
+        Raises:
+            ValueError: A batch has all tables, as `local_batches` is set.
+        """
+        if already_split_along_rank is None:
+            return not self.local_batches
+        if already_split_along_rank and self.local_batches:
+            raise ValueError(
+                f"{self._tables.name} has local_batches=True, so a batch has all tables for the samples of "
+                "this rank: leave already_split_along_rank=True out"
+            )
+        return already_split_along_rank
+
+    def _collect(
+        self, batch: TableBatch, already_split_along_rank: bool | None, *, takes_ids: bool
+    ) -> Collected | None:
+        """Return the bags of this rank's tables for the parts of all ranks; collective."""
+        tables, has_last = self._tables, self.include_last_offset
+
+        def cut() -> tuple[int, list[RankBags]]:
+            self._is_split(already_split_along_rank)  # refused here: all ranks raise
+            check_ids(takes_ids, tables.name)
+            return tables.cut(batch, has_last=has_last)
+
+        return self._batches.collect(cut, param=self.cache_weight_mgr.param)
 
     def _own_part(
         self, batch: TableBatch, num_tables: int, num_bags: int, *, is_whole: bool, takes_ids: bool
@@ -237,9 +291,11 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
         loader: Iterable[Batch],
         depth: int = 4,
         ids: Callable[[Batch], Tensor | Sequence[Tensor]] | None = None,
-        already_split_along_rank: bool = True,
+        already_split_along_rank: bool | None = None,
     ) -> PrefetchLoader[Batch]:
         """Return a loader of the same batches, whose rows come while the batch before them computes.
+
+        With `local_batches` all ranks read it alike, each its own parts: reading a batch is a collective.
 
         Args:
             loader: See `CachedEmbeddingBag.prefetch`.
@@ -252,8 +308,17 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
             TypeError: `loader` cannot be iterated, or `ids` not be called.
         """
         check_ids_of(ids)
-        ids = self._tables.ids_of_own(ids, is_whole=not already_split_along_rank)
-        return super().prefetch(loader, depth, ids)
+        tables, cache = self._tables, self.cache_weight_mgr
+        is_split = self._is_split(already_split_along_rank)
+        if self.local_batches and tables.axis.size > 1:
+            shared = IdsOfRanks(
+                self._batches,
+                cache.param,
+                tables.cut_ids,
+                lambda own: [tables.with_one_padding(own)],
+            )
+            return prefetch(loader, [cache], depth, ids, shared)
+        return prefetch(loader, [cache], depth, tables.ids_of_own(ids, is_whole=not is_split))
 
     @property
     def _saved_shapes(self) -> dict[str, tuple[int, int]]:
@@ -292,7 +357,7 @@ class ParallelCachedEmbeddingBagTablewise(CachedEmbeddingBag):
 
     def extra_repr(self) -> str:
         """Return the arguments in one line."""
-        return f"{len(self._tables.names)} tables, {super().extra_repr()}"
+        return f"{len(self._tables.names)} tables, {super().extra_repr()}, local_batches={self.local_batches}"
 
 
 def place(configs: Configs, *, cache_ratio: float, padding_idx: int | None, name: str) -> PlacedTables:

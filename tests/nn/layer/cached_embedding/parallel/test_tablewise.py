@@ -24,8 +24,8 @@ from colossalai.nn.parallel.layers import (
     ParallelCachedEmbeddingBagTablewiseSplitCache,
     TablewiseEmbeddingBagConfig,
 )
-from tests.nn.layer.cached_embedding.tables import OPTIMIZERS
-from tests.nn.layer.cached_embedding.test_columns import fail, loss_of, part_of
+from tests.nn.layer.cached_embedding.parallel.test_columns import fail, loss_of, part_of
+from tests.nn.layer.cached_embedding.tables import OPTIMIZERS, OWN
 from tests.ranks import run_ranks
 from tests.tiers import once_and_pairs
 
@@ -78,7 +78,7 @@ def make_pair(
         TablewiseEmbeddingBagConfig(rows, rows // 3, rank) for rows, rank in zip(SIZES, ranks, strict=True)
     ]
     bag = KINDS[kind](configs, DIM, **options)
-    own = {key: value for key, value in options.items() if key not in ("evict_strategy", "warmup_ratio")}
+    own = {key: value for key, value in options.items() if key not in OWN}
     reference = nn.ModuleDict(
         {f"table_{table}": nn.EmbeddingBag(rows, DIM, **own) for table, rows in enumerate(SIZES)}
     )
