@@ -123,12 +123,16 @@ class RankAllocations(TorchDispatchMode):
     def __enter__(self) -> RankAllocations:
         super().__enter__()
         torch.zeros(2)[:1].clone()  # torch imports modules at the first operation of a mode
-        tracemalloc.start()
+        # Never stopped: a thread of gloo that allocates at that time writes to freed tables, in Python before
+        # 3.12.9 (https://github.com/python/cpython/issues/128679).
+        if tracemalloc.is_tracing():
+            tracemalloc.clear_traces()
+        else:
+            tracemalloc.start()
         return self
 
     def __exit__(self, *error: Any) -> None:
         self.objects = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
         super().__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
