@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 
 from colossalai._not_landed import refuse_name
 from colossalai.model_zoo import bert as bert
+from colossalai.model_zoo import evoformer as evoformer
 from colossalai.model_zoo import gpt as gpt
 from colossalai.model_zoo import moe as moe
 from colossalai.model_zoo import resnet as resnet

@@ -16,6 +16,7 @@ ROUNDS = ("--rounds", "2")
 # rank_settings.py starts jobs by itself, fused_parts.py waits for a compiler.
 BY_HAND = {"fused_parts", "matmul", "nvme", "rank_settings", "start_time"}
 ALONE = (
+    "axial",
     "cached_embedding",
     "cached_embedding_step",
     *("adam", "adapters", "experts", "gemini_disk", "gemini_gpu", "linear_cross_entropy", "operator_share"),
@@ -81,6 +82,9 @@ SMALLEST = {
         "--rounds",
         "1",
         "--unlimited",
+    ),
+    "axial": (
+        *("--residues", "8", "--sequence-dim", "32", "--pair-dim", "32", "--chunk-size", "4", *ROUNDS),
     ),
     "cached_embedding_step": (
         *("--rows", "20000", "--dim", "8", "--bags", "64", "--steps", "4", "--products", "0", *ROUNDS),
