@@ -151,6 +151,13 @@ def test_chunks_of_triangle_attention() -> None:
     assert sizes == 2 * [3, 3, 1]
 
 
+def test_a_projection_is_trained_if_a_part_of_it_was() -> None:
+    model = inject_fastnn(esmfold(num_blocks=1))
+    attention = model.trunk.blocks[0].sequence_attention.attention
+    attention.query.requires_grad_(False)
+    assert remove_fastnn(model).trunk.blocks[0].seq_attention.proj.weight.requires_grad
+
+
 def test_shared_blocks_stay_shared() -> None:
     model = esmfold()
     model.trunk.blocks[1] = model.trunk.blocks[0]

@@ -199,7 +199,7 @@ class FoldingBlock(nn.Module):
         Raises:
             ValueError: `block` has parameters that ESMFold lacks, such as those of adapters.
         """
-        own = cls(block.config, device="meta")
+        own = cls(block.config, device="meta")  # gets no memory: each parameter is replaced
         theirs = dict(block.named_parameters())
         others = {f"{_LAYERS[layer]}.{kind}": (layer, kind) for layer, kind in _parameters_of(own)}
         if unknown := theirs.keys() ^ {*others, _PROJECTION}:
@@ -207,8 +207,10 @@ class FoldingBlock(nn.Module):
                 f"a block differs from ESMFold's in {_first_names(unknown)}: call inject_fastnn before "
                 "adapters or quantization"
             )
+        # The same objects, so that frozen parameters stay frozen and no weight is copied.
         for name, (layer, kind) in others.items():
             own.get_submodule(layer).register_parameter(kind, theirs[name])
+        # The fused projection has the rows of a head next to each other: (heads, 3, head_dim, dim).
         attention, fused = own.sequence_attention.attention, theirs[_PROJECTION]
         parts = fused.detach().unflatten(0, (attention.num_heads, 3, -1)).unbind(1)
         for linear, part in zip((attention.query, attention.key, attention.value), parts, strict=True):
@@ -238,9 +240,11 @@ class FoldingBlock(nn.Module):
             theirs.get_submodule(_LAYERS[layer]).register_parameter(kind, param)
         attention = self.sequence_attention.attention
         linears = (attention.query, attention.key, attention.value)
+        # One parameter again, which is trained if a part of it was.
         parts = [linear.weight.detach().unflatten(0, (attention.num_heads, -1)) for linear in linears]
         fused = nn.Parameter(
-            torch.stack(parts, 1).flatten(0, 2), requires_grad=linears[0].weight.requires_grad
+            torch.stack(parts, 1).flatten(0, 2),
+            requires_grad=any(linear.weight.requires_grad for linear in linears),
         )
         layer, _, kind = _PROJECTION.rpartition(".")
         theirs.get_submodule(layer).register_parameter(kind, fused)

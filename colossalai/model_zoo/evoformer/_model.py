@@ -97,6 +97,8 @@ class EvoformerBlock(nn.Module):
         self, msa: Tensor, pair: Tensor, msa_mask: Tensor | None = None, pair_mask: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return both representations after the block; see `Evoformer.forward`."""
+        # Pairs enter the alignment as a bias of its rows, and the alignment enters pairs by the outer product
+        # mean: after its update, or before it in a multimer, where both updates can run at the same time.
         if self.is_multimer:
             pair = pair + self.outer_product_mean(msa, msa_mask)
         msa = msa + self.msa_dropout(self.row_attention(msa, pair, msa_mask))
@@ -104,6 +106,7 @@ class EvoformerBlock(nn.Module):
         msa = msa + self.msa_transition(msa)
         if not self.is_multimer:
             pair = pair + self.outer_product_mean(msa, msa_mask)
+        # Each edge of a triangle is updated by its two others.
         pair = pair + self.row_dropout(self.outgoing(pair, pair_mask))
         pair = pair + self.row_dropout(self.incoming(pair, pair_mask))
         pair = pair + self.row_dropout(self.starting(pair, pair_mask))

@@ -38,12 +38,7 @@ class GatedAttention(nn.Module):
         self.value = nn.Linear(dim, width, bias=False, device=device, dtype=dtype)
         self.gate = nn.Linear(dim, width, device=device, dtype=dtype)
         self.out = nn.Linear(width, dim, device=device, dtype=dtype)
-        for linear in (self.query, self.key, self.value):
-            nn.init.xavier_uniform_(linear.weight)
-        nn.init.zeros_(self.gate.weight)
-        nn.init.ones_(self.gate.bias)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        _init_gated(self.query, self.key, self.value, gate=self.gate, out=self.out)
 
     def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
         """Return the update of each position.
@@ -201,12 +196,7 @@ class GlobalColumnAttention(nn.Module):
         self.value = nn.Linear(dim, head_dim, bias=False, device=device, dtype=dtype)
         self.gate = nn.Linear(dim, width, device=device, dtype=dtype)
         self.out = nn.Linear(width, dim, device=device, dtype=dtype)
-        for linear in (self.query, self.key, self.value):
-            nn.init.xavier_uniform_(linear.weight)
-        nn.init.zeros_(self.gate.weight)
-        nn.init.ones_(self.gate.bias)
-        nn.init.zeros_(self.out.weight)
-        nn.init.zeros_(self.out.bias)
+        _init_gated(self.query, self.key, self.value, gate=self.gate, out=self.out)
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """Return the update of each position.
@@ -281,6 +271,7 @@ class TriangleAttention(nn.Module):
         check_shape("pair", pair, ("batch", "residues", pair.shape[1], *self.norm.normalized_shape))
         check_shape("mask", mask, pair.shape[:-1])
         if not self.starting:
+            # Edges (j, i) and (k, i) end in one node: rows of the transposed pairs.
             pair, mask = pair.transpose(1, 2), None if mask is None else mask.transpose(1, 2)
         pair = self.norm(pair)
         bias = self.bias(pair).movedim(-1, 1)  # (batch, heads, residues, residues)
@@ -293,3 +284,13 @@ class TriangleAttention(nn.Module):
                 [self.attention(x, bias, part) for x, part in zip(rows, masks, strict=True)], 1
             )
         return output if self.starting else output.transpose(1, 2)
+
+
+def _init_gated(*projections: nn.Linear, gate: nn.Linear, out: nn.Linear) -> None:
+    """Draw the projections of a new attention; its gates are sigmoid(1), and its output is 0."""
+    for linear in projections:
+        nn.init.xavier_uniform_(linear.weight)
+    nn.init.zeros_(gate.weight)
+    nn.init.ones_(gate.bias)
+    nn.init.zeros_(out.weight)
+    nn.init.zeros_(out.bias)
