@@ -23,8 +23,12 @@ from colossalai.communication._collectives import shares_memory as shares_memory
 from colossalai.communication._collectives import start_all_reduce as start_all_reduce
 from colossalai.communication._collectives import start_gather_of_sections as start_gather_of_sections
 from colossalai.communication._collectives import start_sum_of_sections as start_sum_of_sections
+from colossalai.communication._conjugate import TensorInFlight as TensorInFlight
 from colossalai.communication._conjugate import (
     all_to_all_forward_all_to_all_backward as all_to_all_forward_all_to_all_backward,
+)
+from colossalai.communication._conjugate import (
+    all_to_all_forward_all_to_all_backward_async as all_to_all_forward_all_to_all_backward_async,
 )
 from colossalai.communication._conjugate import copy_forward_reduce_backward as copy_forward_reduce_backward
 from colossalai.communication._conjugate import (
@@ -32,6 +36,9 @@ from colossalai.communication._conjugate import (
 )
 from colossalai.communication._conjugate import (
     gather_forward_scatter_backward as gather_forward_scatter_backward,
+)
+from colossalai.communication._conjugate import (
+    gather_forward_scatter_backward_async as gather_forward_scatter_backward_async,
 )
 from colossalai.communication._conjugate import gather_forward_split_backward as gather_forward_split_backward
 from colossalai.communication._conjugate import outside_graphs as outside_graphs

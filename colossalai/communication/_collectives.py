@@ -111,9 +111,37 @@ def reduce_scatter(
     return (scattered, work) if async_op else scattered
 
 
+class _CopyingWork:
+    """An exchange in flight, whose parts are copied into the result at the end."""
+
+    def __init__(self, work: Work, parts: torch.Tensor, result: torch.Tensor) -> None:
+        self._work, self._parts, self._result = work, parts, result
+
+    def wait(self) -> bool:
+        self._work.wait()
+        self._result.copy_(self._parts)
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.is_completed()
+
+
+@overload
 def all_to_all(
-    tensor: torch.Tensor, parallel_mode: AxisLike, *, split_dim: int, gather_dim: int
-) -> torch.Tensor:
+    tensor: torch.Tensor,
+    parallel_mode: AxisLike,
+    *,
+    split_dim: int,
+    gather_dim: int,
+    async_op: Literal[False] = False,
+) -> torch.Tensor: ...
+@overload
+def all_to_all(
+    tensor: torch.Tensor, parallel_mode: AxisLike, *, split_dim: int, gather_dim: int, async_op: Literal[True]
+) -> Pending: ...
+def all_to_all(
+    tensor: torch.Tensor, parallel_mode: AxisLike, *, split_dim: int, gather_dim: int, async_op: bool = False
+) -> torch.Tensor | Pending:
     """Change the sharded dimension of a tensor from `gather_dim` to `split_dim`.
 
     Each rank receives a part along `split_dim` from every rank and concatenates them along `gather_dim`.
@@ -123,17 +151,25 @@ def all_to_all(
         parallel_mode: The axis.
         split_dim: Dimension to split, of a size that is a multiple of the number of ranks.
         gather_dim: Dimension to gather, different from `split_dim`.
+        async_op: Whether to return a pair of the tensor and its work at once.
     """
     axis = as_axis(parallel_mode)
     if axis.size == 1:
-        return tensor
+        return (tensor, _COMPLETE) if async_op else tensor
     parts = tensor.unflatten(split_dim, (axis.size, -1))  # a new dimension before `split_dim`
     source = parts.movedim(split_dim % tensor.dim(), 0).contiguous()
-    result = torch.empty_like(source)  # (source rank, ...)
-    # Joined by all ranks of the axis: part i is sent to rank i. Blocking, so `result` is complete.
-    _issue("all_to_all", axis, tensor, dist.all_to_all_single, result, source)
+    received = torch.empty_like(source)  # (source rank, ...)
+    # Joined by all ranks of the axis: part i is sent to rank i.
+    work = _issue("all_to_all", axis, tensor, dist.all_to_all_single, received, source, async_op=async_op)
     grown = gather_dim % tensor.dim()
-    return result.movedim(0, grown).flatten(grown, grown + 1)
+    ordered = received.movedim(0, grown)
+    if not async_op:
+        return ordered.flatten(grown, grown + 1)
+    shape = list(tensor.shape)
+    shape[split_dim] //= axis.size
+    shape[gather_dim] *= axis.size
+    result = tensor.new_empty(shape)
+    return result, _CopyingWork(work, ordered, result.unflatten(grown, (axis.size, -1)))
 
 
 @overload

@@ -1,10 +1,13 @@
 """Collectives along axes, forward and backward, and what they send."""
 
+import gc
 import itertools
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import colossalai
 from colossalai import communication
@@ -98,6 +101,101 @@ def exchanged_slices():
 
 def test_slices_are_exchanged_and_their_gradients_go_back():
     run_ranks(exchanged_slices, 3)
+
+
+def conjugates_in_flight():
+    """Forms with `_async` return what the others do, and overlap in both directions."""
+    colossalai.launch_from_torch({}, verbose=False)
+    axis = gpc.axis(ParallelMode.GLOBAL)
+    forms = {
+        "all_to_all_forward_all_to_all_backward": [
+            {"split_dim": i, "gather_dim": j} for i, j in ((0, 1), (1, 0), (-1, 1), (1, -3))
+        ],
+        "gather_forward_scatter_backward": [{"dim": 0}, {"dim": 1}, {"dim": -1}],
+    }
+    for name, options in ((name, options) for name, each in forms.items() for options in each):
+        x = values(axis.rank, (3, 6, 9)).transpose(0, 1).requires_grad_()
+        wanted = getattr(communication, name)(x, axis, **options)
+        grad = values(10 + axis.rank, tuple(wanted.shape))
+        with ledger() as plain:
+            (wanted_grad,) = torch.autograd.grad(wanted, x, grad)
+        with ledger() as forward:
+            in_flight = getattr(communication, f"{name}_async")(2 * x, axis, **options)
+        assert forward.count() == 1
+        assert forward.num_bytes() > 0
+        log = []
+        between = _Logged.apply(x.sum(), log)
+        found = in_flight.wait()
+        assert in_flight.wait() is found  # a second wait is free
+        assert torch.equal(found, 2 * wanted)
+        assert found.stride() == wanted.stride()
+        for _ in range(2):  # a graph that is retained
+            with ledger() as backward:
+                log[:] = [backward]
+                grads = torch.autograd.grad(
+                    (found, between), x, (grad, torch.ones_like(between)), retain_graph=True
+                )
+            assert log[1:] == [1], "the conjugate is in flight while earlier operations have their backward"
+            assert torch.equal(grads[0], 2 * wanted_grad + 1)
+            assert [(e.op, e.num_bytes) for e in backward.entries] == [
+                (e.op, e.num_bytes) for e in plain.entries
+            ]
+    alone = communication.gather_forward_scatter_backward_async(x, gpc.axis(ParallelMode.TENSOR), 0)
+    assert alone.wait() is x
+    exchange = communication.all_to_all_forward_all_to_all_backward_async
+    result = exchange(x, axis, split_dim=0, gather_dim=1).wait()
+    result += 1  # in place, as that of the blocking form
+    # A start does not wait for the other ranks.
+    store = dist.distributed_c10d._get_default_store()
+    if axis.rank > 0:
+        store.wait(["rank 0 has started"])
+    in_flight = exchange(x, axis, split_dim=0, gather_dim=1)
+    if axis.rank == 0:
+        store.set("rank 0 has started", "")
+    assert torch.equal(in_flight.wait() + 1, result)
+    # Without a wait, as after an error, nothing keeps the graph.
+    gc.disable()
+    log = _Probe()
+    in_flight = communication.gather_forward_scatter_backward_async(_Logged.apply(x, log), axis, 0)
+    probe = weakref.ref(log)
+    del log, in_flight
+    assert probe() is None
+    gc.enable()
+
+
+class _Probe(list):
+    """A list with weak references."""
+
+
+class _Logged(torch.autograd.Function):
+    """The identity; its backward appends the number of operations in the ledger at the head of a log."""
+
+    @staticmethod
+    def forward(ctx, x, log):
+        ctx.log = log
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.log.append(ctx.log[0].count())
+        return grad, None
+
+
+def test_conjugates_in_flight():
+    run_ranks(conjugates_in_flight, 3)
+
+
+def fake_tensors():
+    """Shared memory refuses a tensor without memory, as in the trace of a model that communicates."""
+    colossalai.launch_from_torch({}, verbose=False, backend="shared_memory")
+    with FakeTensorMode():
+        x = torch.ones(2)
+        with pytest.raises(ValueError, match="a FakeTensor has no memory to send"):
+            communication.all_gather(x, 0, ParallelMode.GLOBAL)
+
+
+def test_fake_tensors_are_refused():
+    run_ranks(fake_tensors, 2)
 
 
 def plain_collectives():

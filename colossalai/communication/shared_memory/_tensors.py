@@ -304,8 +304,12 @@ def _check_place(tensor: torch.Tensor) -> None:
     """Check that a tensor can be copied byte by byte.
 
     Raises:
-        ValueError: The tensor is on a device, or sparse.
+        ValueError: The tensor is on a device, sparse, or a fake tensor.
     """
+    if type(tensor) is not torch.Tensor and tensor.untyped_storage().device.type == "meta":
+        raise ValueError(
+            f"a {type(tensor).__name__} has no memory to send: a forward on fake tensors cannot communicate"
+        )
     if not tensor.is_cpu:
         raise ValueError(
             f"a tensor on {tensor.device} cannot go through shared memory: this group carries CPU tensors"
