@@ -48,6 +48,7 @@ ALIASES: Mapping[str, str] = {
     "colossalai.interface": "colossalai.runtime._wrapper",
     "colossalai.mixed_precision": "colossalai.booster.mixed_precision",
     "colossalai.model_zoo.moe.models": "colossalai.model_zoo.moe._models",
+    "colossalai.nn.dap": "colossalai.compat._dap",
     "colossalai.nn.layer.parallel_2d": "colossalai.nn.layer.tensor_parallel._batch",
     "colossalai.nn.layer.parallel_2p5d": "colossalai.nn.layer.tensor_parallel._batch",
     "colossalai.nn.layer.parallel_3d": "colossalai.nn.layer.tensor_parallel._batch",

@@ -29,7 +29,8 @@ class TensorParallelEnv:
     """Class of `tensor_parallel_env`: read-only, the same on all ranks.
 
     Attributes:
-        mode: The tensor mode ("1d", "2d", "2.5d", "3d", "sequence"); None without one, and before launch.
+        mode: The tensor mode ("1d", "2d", "2.5d", "3d", "dap", "sequence"); None without one, and before
+            launch.
         summa_dim: The edge of the square of ranks in mode "2d"; None in other modes, as are the next three.
         tesseract_dim: The edge of a square of ranks in mode "2.5d".
         tesseract_dep: The number of these squares.

@@ -89,6 +89,11 @@ class Layout:
         """The axis of the ranks whose activations agree between layers; None in modes that cut them."""
         return "tp" if self.mode == "1d" else None
 
+    @property
+    def dap(self) -> int:
+        """Number of ranks that share the activations of axial layers."""
+        return self.tensor if self.mode == "dap" else 1
+
     def tensor_axes(self) -> dict[str, int]:
         """Return the tensor axes with their extents, outermost first."""
         layout = TENSOR_LAYOUTS[self.layout_mode]

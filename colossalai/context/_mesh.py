@@ -245,11 +245,11 @@ class Mesh:
 
     @property
     def batch_axes(self) -> tuple[str, ...]:
-        """The axes that cut a batch, along its samples (`dp`) and along its sequences (`sp`).
+        """The axes of the ranks that hold the same parameters and compute different parts of a batch.
 
-        The ranks along them hold the same parameters and compute different tokens.
+        Parts are samples (`dp`), positions of sequences (`sp`), or activations of axial layers (`dap`).
         """
-        return ("dp", "sp") if self.axes.get("sp", 1) > 1 else ("dp",)
+        return ("dp", *(axis for axis in ("sp", "dap") if self.axes.get(axis, 1) > 1))
 
     @property
     def replica_axes(self) -> tuple[str, ...]:

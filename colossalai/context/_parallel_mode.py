@@ -71,6 +71,10 @@ def _line(q: int, depth: int) -> Mapping[str, int]:
     return {"tp": q}
 
 
+def _activations(q: int, depth: int) -> Mapping[str, int]:
+    return {"dap": q}
+
+
 def _square(q: int, depth: int) -> Mapping[str, int]:
     return {"col": q, "row": q}
 
@@ -112,6 +116,7 @@ TENSOR_LAYOUTS: Mapping[str | None, TensorLayout] = {
             ParallelMode.PARALLEL_3D_OUTPUT_X_WEIGHT: ("out", "wgt"),
         },
     ),
+    "dap": TensorLayout(extents=_activations, requirement="any number", modes={}),
 }
 
 

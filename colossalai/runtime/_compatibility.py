@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from colossalai.context import SEQUENCE_ATTENTIONS
 
 METHODS = (
-    *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d"),
+    *("data parallelism", "tensor 1d", "tensor 2d", "tensor 2.5d", "tensor 3d", "tensor dap"),
     *(f"sequence {attention}" for attention in SEQUENCE_ATTENTIONS),
     "experts",
     *("pipeline", "ZeRO 1", "ZeRO 2", "ZeRO 3", "Gemini", "mixed precision", "recompute", "accumulation"),
@@ -47,6 +47,20 @@ REFUSED = {
         )
         for attention in SEQUENCE_ATTENTIONS
     },
+    **{
+        frozenset({"tensor dap", f"sequence {attention}"}): (
+            "no model has both axial layers, whose activations are shared, and layers over shared sequences: "
+            "leave one of them out"
+        )
+        for attention in SEQUENCE_ATTENTIONS
+    },
+    frozenset({"tensor dap", "experts"}): (
+        "the ranks that share activations are not replicas with experts of their own: make these ranks "
+        "data-parallel, or leave expert parallelism out"
+    ),
+    frozenset({"tensor dap", "fused loss"}): (
+        "the models with a fused loss are language models, which have no axial layers: leave one of them out"
+    ),
 }
 """For each refused pair, the reason and a replacement."""
 

@@ -161,8 +161,8 @@ class Plan:
             )
         if self.sync_batch_norm and layout.tensor > 1 and layout.alike_axis is None:
             raise ValueError(
-                f"sync_batch_norm goes with tensor mode '1d' or none: mode {layout.mode!r} cuts the batch of "
-                "a replica again, within the model"
+                f"sync_batch_norm goes with tensor mode '1d' or none: mode {layout.mode!r} cuts activations "
+                "of a replica again, within the model"
             )
 
     def methods(self) -> tuple[PlanMethod, ...]:

@@ -16,6 +16,7 @@ from colossalai.booster.plugin import (
     TorchFSDPPlugin,
 )
 from colossalai.context import global_context as gpc
+from tests.model_zoo.axial import axial_lm
 from tests.model_zoo.tiny import VOCAB, build, criterion_of
 from tests.ranks import run_ranks
 
@@ -31,6 +32,7 @@ PLUGINS = {
     "tensor 2d": (4, lambda: HybridParallelPlugin(tp_size=4, tp_mode="2d")),
     "tensor 2.5d": (4, lambda: HybridParallelPlugin(tp_size=4, tp_mode="2.5d")),
     "tensor 3d": (8, lambda: HybridParallelPlugin(tp_size=8, tp_mode="3d")),
+    "tensor dap": (2, lambda: HybridParallelPlugin(tp_size=2, tp_mode="dap")),
     "sequence ring": (2, lambda: HybridParallelPlugin(tp_size=2, sequence_parallel=True)),
     "sequence ulysses": (2, lambda: HybridParallelPlugin(sp_size=2, sequence_attention="ulysses")),
     "pipeline": (2, lambda: HybridParallelPlugin(pp_size=2, num_microbatches=2)),
@@ -51,7 +53,10 @@ def train(choice, column):
         booster = Booster(mixed_precision=choice, plugin=plugin())
     torch.manual_seed(0)
     num_layers = 2 if column == "pipeline" else 1  # a pipeline has two stages; the rest is the same per layer
-    model = build("gpt", max_position_embeddings=LENGTH, num_layers=num_layers)
+    if column == "tensor dap":
+        model = axial_lm(VOCAB)
+    else:
+        model = build("gpt", max_position_embeddings=LENGTH, num_layers=num_layers)
     criterion = criterion_of("gpt")
     model, optimizer, *_ = booster.boost(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if optimizer.scaler.scale > 1:

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.mesh
 NUM_EXAMPLES = [60, further(1_000), in_soak(10_000)]
 EXAMPLE_TIMEOUT = 5.0  # for one of them; a hundredth of a second is usual
 
-MODES = ["1d", "2d", "2.5d", "3d", "sequence"]
+MODES = ["1d", "2d", "2.5d", "3d", "dap", "sequence"]
 FEATURES = [
     "fp16",
     "gradient_accumulation",

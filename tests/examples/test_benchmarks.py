@@ -86,6 +86,7 @@ SMALLEST = {
     "axial": (
         *("--residues", "8", "--sequence-dim", "32", "--pair-dim", "32", "--chunk-size", "4", *ROUNDS),
     ),
+    "axial_ranks": (*("--sequences", "4", "--residues", "8", "--msa-dim", "16", "--pair-dim", "8", *ROUNDS),),
     "cached_embedding_step": (
         *("--rows", "20000", "--dim", "8", "--bags", "64", "--steps", "4", "--products", "0", *ROUNDS),
     ),

@@ -8,6 +8,7 @@ import copy
 import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from colossalai.core import global_context as gpc
 from colossalai.model_zoo.gpt import GPT, GPTConfig, GPTLMLoss
 from colossalai.runtime import pairs_table
 from colossalai.runtime._compatibility import METHODS, REFUSED, are_of_one_kind
+from tests.model_zoo.axial import axial_lm
 from tests.ranks import run_ranks
 from tests.tiers import further, in_soak
 
@@ -31,6 +33,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "tensor 2d": {"parallel": {"tensor": {"size": 4, "mode": "2d"}}},
     "tensor 2.5d": {"parallel": {"tensor": {"size": 4, "mode": "2.5d", "depth": 1}}},
     "tensor 3d": {"parallel": {"tensor": {"size": 8, "mode": "3d"}}},
+    "tensor dap": {"parallel": {"tensor": {"size": 2, "mode": "dap"}}},
     "sequence ring": {"parallel": {"sequence": {"size": 2}}},
     "sequence ulysses": {"parallel": {"sequence": {"size": 2, "attention": "ulysses"}}},
     "experts": {"parallel": {"data": 2, "moe": {"size": 2}}},
@@ -150,7 +153,15 @@ BY_RANKS = {
 
 @pytest.mark.parametrize("num_ranks", [1, 2, further(4), further(8), in_soak(16)])
 def test_a_model_of_the_zoo(num_ranks: int) -> None:
-    check([pair for pair in BY_RANKS[num_ranks] if "experts" not in pair], num_ranks, zoo_gpt, GPTLMLoss)
+    others = {"experts", "tensor dap"}
+    pairs = [pair for pair in BY_RANKS[num_ranks] if others.isdisjoint(pair)]
+    check(pairs, num_ranks, zoo_gpt, GPTLMLoss)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_a_model_with_axial_layers(num_ranks: int) -> None:
+    pairs = [pair for pair in BY_RANKS[num_ranks] if "tensor dap" in pair]
+    check(pairs, num_ranks, partial(axial_lm, VOCAB), GPTLMLoss)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])

@@ -23,7 +23,7 @@ METHODS: Mapping[str, DataMethod] = {
     "LowLevelZeroPlugin 1": ZeroReplicas(stage=1),
     "LowLevelZeroPlugin 2": ZeroReplicas(stage=2),
     "TorchFSDPPlugin": FullySharded(),
-    **{f"tensor {mode}": Replicated() for mode in ("1d", "2d", "2.5d", "3d")},
+    **{f"tensor {mode}": Replicated() for mode in ("1d", "2d", "2.5d", "3d", "dap")},
     **{f"sequence {attention}": Replicated() for attention in SEQUENCE_ATTENTIONS},
     "pipeline": Bucketed(),
 }

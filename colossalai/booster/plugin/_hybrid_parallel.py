@@ -115,7 +115,8 @@ class HybridParallelPlugin(Plugin):
 
     Args:
         tp_size: Number of ranks that share a layer.
-        tp_mode: Tensor mode: "1d", "2d", "2.5d", "3d".
+        tp_mode: Tensor mode: "1d", "2d", "2.5d", "3d"; or "dap", in which the ranks share the activations of
+            axial layers.
         tp_depth: Depth of mode "2.5d".
         sp_size: Number of ranks that share a sequence, with any `tp_mode`.
         sequence_attention: Attention over cut sequences: "ring" (default) or "ulysses", which needs a

@@ -74,15 +74,22 @@ def _buckets(
     yield from ((sync, bucket) for (_, _, sync), bucket in open_buckets.items())
 
 
+def _data_ranks() -> Axis:
+    """Return the ranks of DATA; and in tensor mode "dap" those that share activations, too."""
+    if global_context.layout.dap > 1:
+        return global_context.mesh.axis(global_context.mesh.batch_axes)
+    return global_context.axis(ParallelMode.DATA)
+
+
 @GRADIENT_HANDLER.register_module
 class DataParallelGradientHandler(BaseGradientHandler):
-    """Averages all gradients over DATA; see `GradientAverage`."""
+    """Averages all gradients over DATA, and over ranks that share activations; see `GradientAverage`."""
 
     _average: GradientAverage | None = None  # from the first call on
 
     def handle_gradient(self) -> None:
         """Average the gradients in place; nothing with one rank along `dp`."""
-        self._average = self._average or GradientAverage(global_context.axis(ParallelMode.DATA))
+        self._average = self._average or GradientAverage(_data_ranks())
         self._average(self._model.parameters())
 
 
@@ -134,7 +141,7 @@ class MoeGradientHandler(BaseGradientHandler):
     def handle_gradient(self) -> None:
         """Average the gradients in place, unless they are."""
         if not self.averaged:
-            self._average = self._average or GradientAverage(global_context.axis(ParallelMode.DATA))
+            self._average = self._average or GradientAverage(_data_ranks())
             self._average(self._model.parameters())
 
 

@@ -17,6 +17,7 @@ from colossalai.nn.layer.axial import (
     Transition,
     TriangleAttention,
     TriangleMultiplication,
+    dap_group,
 )
 
 _BLOCK = "EsmFoldTriangularSelfAttentionBlock"  # of transformers.models.esm.modeling_esmfold
@@ -176,6 +177,11 @@ class FoldingBlock(nn.Module):
         self, config: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
+        if dap_group().size > 1:
+            raise ValueError(
+                "ESMFold in tensor mode 'dap': its blocks work on whole activations; leave the mode out, or "
+                "take an Evoformer"
+            )
         self.config = config
         c_s, c_z = config.sequence_state_dim, config.pairwise_state_dim
         heads, pair_heads = c_s // config.sequence_head_width, c_z // config.pairwise_head_width

@@ -7,9 +7,11 @@ pair += outer product mean(msa);  pair += triangle updates(pair);  pair += trans
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from colossalai.nn.layer.axial import (
+    AxialModule,
     ColumnAttention,
     GlobalColumnAttention,
     OuterProductMean,
@@ -68,8 +70,11 @@ class EvoformerConfig:
                 raise ValueError(f"{field.name} is {value}; it must be positive")
 
 
-class EvoformerBlock(nn.Module):
+class EvoformerBlock(AxialModule):
     """A block of the Evoformer.
+
+    Under DAP with p ranks, the alignment has sequences/p rows between blocks (is_multimer: residues/p
+    columns), and pairs have residues/p rows. Masks are whole.
 
     Args:
         config: The shape of the model.
@@ -99,23 +104,40 @@ class EvoformerBlock(nn.Module):
         """Return both representations after the block; see `Evoformer.forward`."""
         # Pairs enter the alignment as a bias of its rows, and the alignment enters pairs by the outer product
         # mean: after its update, or before it in a multimer, where both updates can run at the same time.
+        # Under DAP, rows of the alignment arrive while pairs are updated.
+        group = self.group
+        msa_rows, msa_columns = group.part(msa_mask, 1), group.part(msa_mask, 2)
+        pair_rows, pair_columns = group.part(pair_mask, 1), group.part(pair_mask, 2)
         if self.is_multimer:
-            pair = pair + self.outer_product_mean(msa, msa_mask)
-        msa = msa + self.msa_dropout(self.row_attention(msa, pair, msa_mask))
-        msa = msa + self.column_attention(msa, msa_mask)
+            rows_of_msa = group.to_rows_async(msa)
+            pair = pair + self.outer_product_mean(msa, msa_columns)
+            msa = rows_of_msa.wait()
+        msa = msa + self.msa_dropout(self.row_attention(msa, pair, msa_rows))
+        msa = group.to_columns(msa)
+        msa = msa + self.column_attention(msa, msa_columns)
         msa = msa + self.msa_transition(msa)
         if not self.is_multimer:
-            pair = pair + self.outer_product_mean(msa, msa_mask)
+            rows_of_msa = group.to_rows_async(msa)
+            pair = pair + self.outer_product_mean(msa, msa_columns)
         # Each edge of a triangle is updated by its two others.
-        pair = pair + self.row_dropout(self.outgoing(pair, pair_mask))
-        pair = pair + self.row_dropout(self.incoming(pair, pair_mask))
-        pair = pair + self.row_dropout(self.starting(pair, pair_mask))
-        pair = pair + self.column_dropout(self.ending(pair, pair_mask))
-        return msa, pair + self.pair_transition(pair)
+        pair = pair + self.row_dropout(self.outgoing(pair, pair_rows))
+        pair = pair + self.row_dropout(self.incoming(pair, pair_rows))
+        pair = pair + self.row_dropout(self.starting(pair, pair_rows))
+        pair = group.to_columns(pair)
+        pair = pair + self.column_dropout(self.ending(pair, pair_columns))
+        pair = pair + self.pair_transition(pair)
+        if not self.is_multimer:
+            msa = rows_of_msa.wait()
+        return msa, group.to_rows(pair)
 
 
-class Evoformer(nn.Module):
+class Evoformer(AxialModule):
     """The blocks of an Evoformer.
+
+    Under DAP with p ranks, each has 1/p of both representations from the first to the last block. For
+    alignments of s bytes and pairs of z bytes, a block sends in each direction (p - 1)/p (2 (s + z) / p) for
+    the exchanges of rows and columns, and the bytes of its layers; the ends of the stack send (p - 1)/p
+    (s + z) each. Sizes that p does not divide are padded once, and masked.
 
     Args:
         config: The shape of the model. Default: that of AlphaFold 2.
@@ -149,6 +171,19 @@ class Evoformer(nn.Module):
         check_shape("pair", pair, (batch, n, n, self.config.c_z))
         check_shape("msa_mask", msa_mask, msa.shape[:-1])
         check_shape("pair_mask", pair_mask, (batch, n, n))
+        group, cut = self.group, 2 if self.config.is_multimer else 1
+        num_sequences = msa.shape[1]
+        msa_mask, pair_mask = (self._padded_mask(mask, x) for mask, x in ((msa_mask, msa), (pair_mask, pair)))
+        msa = group.scatter(group.pad(msa, (1, 2)), cut)
+        pair = group.scatter(group.pad(pair, (1, 2)), 1)
         for block in self.blocks:
             msa, pair = block(msa, pair, msa_mask, pair_mask)
-        return msa, pair
+        msa, pair = group.gather(msa, cut), group.gather(pair, 1)
+        return msa[:, :num_sequences, :n], pair[:, :n, :n]
+
+    def _padded_mask(self, mask: Tensor | None, x: Tensor) -> Tensor | None:
+        """Return the mask of a representation after `DapGroup.pad`, which needs one if it adds positions."""
+        if not any(size % self.group.size for size in x.shape[1:3]):
+            return mask
+        exists = torch.ones(x.shape[:-1], dtype=torch.int8, device=x.device) if mask is None else mask
+        return self.group.pad(exists.to(torch.int8) if exists.dtype == torch.bool else exists, (1, 2), -1)

@@ -22,7 +22,15 @@ from colossalai.pipeline.stages._placeholders import (
     on_meta,
 )
 from colossalai.pipeline.stages._stage import ModelStage, NoteBlocks, PartOfStack, StageFlow, Tie, end_stage
-from colossalai.pipeline.stages._trace import Anatomy, Trial, can_try, dissect, guess_sample, run_trial
+from colossalai.pipeline.stages._trace import (
+    Anatomy,
+    Trial,
+    can_try,
+    dissect,
+    guess_sample,
+    run_trial,
+    shares_activations,
+)
 
 Balance = Literal["uniform", "parameters"] | Sequence[float]
 Wishes = Mapping[str, Sequence[str]]
@@ -78,7 +86,9 @@ def plan_cut(
     holders = _holders(model, anatomy, num_stages, trial)
     holders |= _requested_stages(wishes, [n for n in anatomy.parts if not is_parameter(model, n)], num_stages)
     blocks = _split_blocks(model, anatomy, num_stages, balance)
-    return StageCut(anatomy, tuple(blocks), holders, trial.feeding if trial else _only_front(model, holders))
+    # A block that takes slices takes no output of a part as it is.
+    untried = "" if shares_activations(model) else _only_front(model, holders)
+    return StageCut(anatomy, tuple(blocks), holders, trial.feeding if trial else untried)
 
 
 def ties_of(model: nn.Module, cut: StageCut) -> list[Tie]:
@@ -96,6 +106,8 @@ def ties_of(model: nn.Module, cut: StageCut) -> list[Tie]:
 
 def _try_model(model: nn.Module, anatomy: Anatomy, sample: Any, *, is_final: bool = True) -> Trial | None:
     """Make a trial run with the given sample, or a guessed one; return None if it is not possible."""
+    if shares_activations(model):  # blocks communicate, and a sample changes nothing
+        return None
     parts = [name for name in anatomy.parts if not is_parameter(model, name)]
     if sample is not None:
         return _checked(run_trial(model, sample, stack=anatomy.stack, parts=parts), anatomy)
@@ -232,7 +244,8 @@ def can_cut_unseen(model: nn.Module, num_stages: int, sample: Any) -> bool:
         feeding = guessed.feeding if guessed else _only_front(model, unseen)
     except Exception:  # from foreign code on fake tensors, or a model that cannot be cut
         return False
-    assert trial is not None, "with a sample there is a trial, or an error"
+    if trial is None:
+        return False
     # The placeholder of a part that feeds the blocks returns a tensor of the shape of their input.
     feeds = not feeding or feeding in trial.fitting
     return feeds and unseen == _holders(model, anatomy, num_stages, trial)

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from colossalai.pipeline.stages._placeholders import copy_with, new_like
 from colossalai.pipeline.stages._stage import as_arguments
-from colossalai.tensor import spec_of
+from colossalai.tensor import built_for, spec_of
 
 _IDS = ("input_ids", "tokens", "ids")
 _IMAGES = ("pixel_values", "images", "image", "x")
@@ -66,6 +66,11 @@ def run_trial(model: nn.Module, sample: Any, *, stack: str, parts: Sequence[str]
 def can_try(model: nn.Module) -> bool:
     """Return whether a trial run is possible; tensor-parallel layers would communicate."""
     return all(_is_whole(param) for param in model.parameters())
+
+
+def shares_activations(model: nn.Module) -> bool:
+    """Return whether ranks share the activations of a model's blocks, which communicate (`dap`)."""
+    return any(extents.get("dap", 1) > 1 for _, _, extents in built_for(model))
 
 
 def guess_sample(model: nn.Module, argument: str) -> Any:

@@ -107,9 +107,8 @@ class CompiledBlocks(PlanMethod):
         # See [Note: extent of compilation].
         if not self._has_effect(job):
             get_dist_logger().log_once(
-                "compile has no effect in this tensor mode: its layers communicate in the middle of every "
-                "product, and between two messages there is next to nothing to compile (mode '1d' is "
-                "compiled)",
+                "compile has no effect in this tensor mode: its layers communicate in the middle of a graph, "
+                "and are compiled in mode '1d' only",
                 ranks=[0],
             )
             return

@@ -25,7 +25,7 @@ from colossalai.shardformer import (
     shard_experts,
     shard_model,
 )
-from colossalai.tensor import ShardingSpec, as_plain_parameter, process_group_of, spec_of
+from colossalai.tensor import ShardingSpec, as_plain_parameter, built_for, process_group_of, spec_of
 from colossalai.zero import refuse_cut_parameters
 
 
@@ -110,6 +110,8 @@ class ModelShards(PlanMethod):
             refuse_cut_parameters(optimizer, shards)
         if "sp" in mesh.batch_axes:
             _check_shares_sequence(model, mesh)
+        if job.layout.dap > 1:
+            _log_without_axial_layers(model, job.layout.dap)
 
     def apply(self, job: Assembly) -> None:
         """Shard layers, then experts, with initial states of optimizers from before their first step."""
@@ -186,6 +188,15 @@ def _log_without_effect(job: Assembly) -> None:
             f"tensor parallelism cuts nothing of {type(model).__name__}: {num_sharing} ranks each compute "
             "all of it: build it with layers of colossalai.nn, or leave tensor parallelism out; mode '1d' "
             "cuts models of transformers, too, that have a tp_plan or rules in colossalai.shardformer",
+            ranks=[0],
+        )
+
+
+def _log_without_axial_layers(model: nn.Module, num_ranks: int) -> None:
+    if not any("dap" in extents for _, _, extents in built_for(model)):
+        get_dist_logger().log_once(
+            f"tensor mode 'dap' cuts nothing of {type(model).__name__}, and each of {num_ranks} ranks "
+            "computes all of it: build it with layers of colossalai.nn.layer.axial, or take another mode",
             ranks=[0],
         )
 

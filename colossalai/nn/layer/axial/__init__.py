@@ -11,6 +11,9 @@ from colossalai.nn.layer.axial._attention import GatedAttention as GatedAttentio
 from colossalai.nn.layer.axial._attention import GlobalColumnAttention as GlobalColumnAttention
 from colossalai.nn.layer.axial._attention import RowAttention as RowAttention
 from colossalai.nn.layer.axial._attention import TriangleAttention as TriangleAttention
+from colossalai.nn.layer.axial._dap import AxialModule as AxialModule
+from colossalai.nn.layer.axial._dap import DapGroup as DapGroup
+from colossalai.nn.layer.axial._dap import dap_group as dap_group
 from colossalai.nn.layer.axial._dropout import SharedDropout as SharedDropout
 from colossalai.nn.layer.axial._products import OuterProductMean as OuterProductMean
 from colossalai.nn.layer.axial._products import TriangleMultiplication as TriangleMultiplication

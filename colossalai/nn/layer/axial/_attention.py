@@ -3,8 +3,10 @@
 import torch
 from torch import Tensor, nn
 
+from colossalai.communication import TensorInFlight
+from colossalai.nn.layer.axial._dap import AxialModule
 from colossalai.nn.layer.axial._panels import attend
-from colossalai.nn.layer.axial._shapes import check_shape
+from colossalai.nn.layer.axial._shapes import check_pairs, check_shape, existing
 
 
 class GatedAttention(nn.Module):
@@ -40,12 +42,15 @@ class GatedAttention(nn.Module):
         self.out = nn.Linear(width, dim, device=device, dtype=dtype)
         _init_gated(self.query, self.key, self.value, gate=self.gate, out=self.out)
 
-    def forward(self, x: Tensor, bias: Tensor | None = None, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, bias: Tensor | TensorInFlight | None = None, mask: Tensor | None = None
+    ) -> Tensor:
         """Return the update of each position.
 
         Args:
             x: (batch, rows, n, dim).
-            bias: (batch, num_heads, n, n), added to the scores of each row.
+            bias: (batch, num_heads, n, n), added to the scores of each row; the projections overlap with one
+                in flight.
             mask: (batch, rows, n): positions that exist.
 
         Returns:
@@ -55,19 +60,24 @@ class GatedAttention(nn.Module):
             ValueError: The shape of an argument differs from these.
         """
         check_shape("x", x, ("batch", "rows", "n", self.query.in_features))
-        check_shape("bias", bias, (len(x), self.num_heads, x.shape[2], x.shape[2]))
         check_shape("mask", mask, x.shape[:-1])
         query, key, value = (
             linear(x).unflatten(-1, (self.num_heads, self.head_dim)).transpose(-2, -3)
             for linear in (self.query, self.key, self.value)
         )  # (batch, rows, heads, n, head_dim)
+        if isinstance(bias, TensorInFlight):
+            bias = bias.wait()
+        check_shape("bias", bias, (len(x), self.num_heads, x.shape[2], x.shape[2]))
         output = attend(query, key, value, bias, mask).transpose(-2, -3).flatten(-2)
         result: Tensor = self.out(output * self.gate(x).sigmoid())
         return result
 
 
-class RowAttention(nn.Module):
+class RowAttention(AxialModule):
     """Attention along each row, with a bias from pairs of columns (algorithm 7).
+
+    Under DAP with p ranks, `x`, `mask` and the result have rows/p rows, and `pair` columns/p. The bias of
+    `pair` is gathered: (p - 1)/p batch * num_heads * columns^2 elements in each direction.
 
     Args:
         dim: Width of the inputs and outputs.
@@ -115,10 +125,13 @@ class RowAttention(nn.Module):
             state = "has a pair_dim, and no pair was" if pair is None else "has no pair_dim, and pair was"
             raise ValueError(f"this RowAttention {state} given: pass both or neither")
         check_shape("x", x, ("batch", "rows", "columns", *self.norm.normalized_shape))
-        bias = None
+        bias, columns = None, x.shape[2]
         if pair is not None and self.pair_bias is not None and self.pair_norm is not None:
-            check_shape("pair", pair, (len(x), x.shape[2], x.shape[2], *self.pair_norm.normalized_shape))
-            bias = self.pair_bias(self.pair_norm(pair)).movedim(-1, 1)  # (batch, heads, columns, columns)
+            check_pairs("pair", pair, self.pair_norm.normalized_shape[0], self.group.size, cut=1)
+            check_shape("pair", pair, (len(x), columns // self.group.size, columns, pair.shape[-1]))
+            bias = self.pair_bias(self.pair_norm(pair)).movedim(-1, 1)  # (batch, heads, columns/p, columns)
+            if self.group.size > 1:
+                bias = self.group.whole_async(bias, 2)
         result: Tensor = self.attention(self.norm(x), bias, mask)
         return result
 
@@ -214,8 +227,9 @@ class GlobalColumnAttention(nn.Module):
         check_shape("x", x, ("batch", "rows", "columns", *self.norm.normalized_shape))
         check_shape("mask", mask, x.shape[:-1])
         x = self.norm(x.transpose(1, 2))  # (batch, columns, rows, dim)
-        mask = x.new_ones(x.shape[:-1]) if mask is None else mask.transpose(1, 2).to(x.dtype)
-        mean = (x * mask.unsqueeze(-1)).sum(-2) / mask.sum(-1, keepdim=True).clamp(min=1)
+        mask = x.new_ones(x.shape[:-1]) if mask is None else mask.transpose(1, 2)
+        weights = existing(mask, x.dtype)
+        mean = (x * weights.unsqueeze(-1)).sum(-2) / weights.sum(-1, keepdim=True).clamp(min=1)
         query = self.query(mean).unflatten(-1, (self.num_heads, self.head_dim))  # (batch, columns, heads, d)
         # The heads are the queries of a single head of keys.
         key, value = self.key(x).unsqueeze(2), self.value(x).unsqueeze(2)  # (batch, columns, 1, rows, d)
@@ -224,10 +238,13 @@ class GlobalColumnAttention(nn.Module):
         return result.transpose(1, 2)
 
 
-class TriangleAttention(nn.Module):
+class TriangleAttention(AxialModule):
     """Attention of pairs (i, j) to pairs with the same first or second residue (algorithms 13 and 14).
 
     The third edge of each triangle is a bias of the scores.
+
+    Under DAP with p ranks, pairs, mask and result have residues/p rows, or residues/p columns if not
+    `starting`. The bias is gathered: (p - 1)/p batch * num_heads * residues^2 elements in each direction.
 
     Args:
         dim: Width of the inputs and outputs.
@@ -268,16 +285,22 @@ class TriangleAttention(nn.Module):
         Raises:
             ValueError: The shape of an argument differs from these.
         """
-        check_shape("pair", pair, ("batch", "residues", pair.shape[1], *self.norm.normalized_shape))
+        check_pairs(
+            "pair", pair, self.norm.normalized_shape[0], self.group.size, cut=1 if self.starting else 2
+        )
         check_shape("mask", mask, pair.shape[:-1])
         if not self.starting:
             # Edges (j, i) and (k, i) end in one node: rows of the transposed pairs.
             pair, mask = pair.transpose(1, 2), None if mask is None else mask.transpose(1, 2)
         pair = self.norm(pair)
-        bias = self.bias(pair).movedim(-1, 1)  # (batch, heads, residues, residues)
+        bias = self.bias(pair).movedim(-1, 1)  # (batch, heads, residues/p, residues)
+        if self.group.size > 1:
+            bias = self.group.whole_async(bias, 2)
         if chunk_size is None:
             output: Tensor = self.attention(pair, bias, mask)
         else:
+            if self.group.size > 1:
+                bias = bias.wait()
             rows = pair.split(chunk_size, 1)
             masks = [None] * len(rows) if mask is None else mask.split(chunk_size, 1)
             output = torch.cat(

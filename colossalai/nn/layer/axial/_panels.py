@@ -30,15 +30,18 @@ def attend(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, mask:
         key: The same shape.
         value: The same shape.
         bias: (batch, heads, n, n), added to the scores of each row.
-        mask: (batch, rows, n): positions that exist, as keys. In a row without any, all are used: a softmax
-            over nothing has no value.
+        mask: (batch, rows, n): positions that exist, as keys, and -1 for padding. In a row without any, all
+            but the padding are used: a softmax over nothing has no value.
 
     Returns:
         The shape of `query`.
     """
     if mask is not None:
-        mask = mask.bool()
-        mask = (mask | ~mask.any(-1, keepdim=True))[:, :, None, None, :]  # (batch, rows, 1, 1, n)
+        exists = mask > 0
+        exists = exists | (mask >= 0) & ~exists.any(-1, keepdim=True)
+        if mask.dtype != torch.bool:  # rows of padding alone
+            exists = exists | ~exists.any(-1, keepdim=True)
+        mask = exists[:, :, None, None, :]  # (batch, rows, 1, 1, n)
     output: Tensor
     if bias is not None and not torch.compiler.is_compiling():
         output = _PanelAttention.apply(query, key, value, bias.to(query.dtype), mask)

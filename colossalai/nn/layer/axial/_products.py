@@ -5,11 +5,17 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from colossalai.nn.layer.axial._shapes import check_shape
+from colossalai.nn.layer.axial._dap import AxialModule
+from colossalai.nn.layer.axial._ring_products import product_of_rows, product_over_rows
+from colossalai.nn.layer.axial._shapes import check_pairs, check_shape, existing
 
 
-class OuterProductMean(nn.Module):
+class OuterProductMean(AxialModule):
     """Pairs of columns by the mean over the rows of outer products (algorithm 10).
+
+    Under DAP with p ranks, `x` and `mask` have columns/p columns, and the result has columns/p rows. The
+    right projections and the mask are gathered: (p - 1)/p batch * rows * columns * (hidden_dim + 1) elements
+    in each direction.
 
     Args:
         dim: Width of the inputs.
@@ -52,19 +58,32 @@ class OuterProductMean(nn.Module):
         check_shape("x", x, ("batch", "rows", "columns", *self.norm.normalized_shape))
         check_shape("mask", mask, x.shape[:-1])
         x = self.norm(x)
-        mask = x.new_ones(x.shape[:-1]) if mask is None else mask.to(x.dtype)
-        left, right = (linear(x) * mask.unsqueeze(-1) for linear in (self.left, self.right))
-        return _without_overflow(self._mean, left, right, mask)
+        mask = x.new_ones(x.shape[:-1]) if mask is None else existing(mask, x.dtype)
+        exists = mask.unsqueeze(-1)
+        if self.group.size == 1:
+            right, right_mask = self.right(x) * exists, mask
+            left = self.left(x) * exists
+        else:
+            # Columns of all ranks, with their masks, arrive while the left projections are computed.
+            in_flight = self.group.whole_async(torch.cat([self.right(x) * exists, exists], -1), 2)
+            left = self.left(x) * exists
+            whole = in_flight.wait()
+            right, right_mask = whole[..., :-1], whole[..., -1]
+        return _without_overflow(self._mean, left, right, mask, right_mask)
 
-    def _mean(self, left: Tensor, right: Tensor, mask: Tensor) -> Tensor:
+    def _mean(self, left: Tensor, right: Tensor, left_mask: Tensor, right_mask: Tensor) -> Tensor:
         products = torch.einsum("bsic,bsjd->bijcd", left, right).flatten(-2)
-        counts = torch.einsum("bsi,bsj->bij", mask, mask)  # rows that both columns have
+        counts = torch.einsum("bsi,bsj->bij", left_mask, right_mask)  # rows that both columns have
         result: Tensor = self.out(products) / (counts.unsqueeze(-1) + 1e-3)
         return result
 
 
-class TriangleMultiplication(nn.Module):
+class TriangleMultiplication(AxialModule):
     """Pairs (i, j) by the products of the two other edges of each triangle (algorithms 11 and 12).
+
+    Under DAP with p ranks, pairs, mask and result have residues/p rows. The forward sends (p - 1)/p batch *
+    residues^2 * hidden_dim elements, and the backward twice as many (outgoing) or as many (incoming). See
+    [Note: triangles in a ring].
 
     Args:
         dim: Width of the inputs and outputs.
@@ -113,10 +132,10 @@ class TriangleMultiplication(nn.Module):
         Raises:
             ValueError: The shape of an argument differs from these.
         """
-        check_shape("pair", pair, ("batch", "residues", pair.shape[1], *self.norm.normalized_shape))
+        check_pairs("pair", pair, self.norm.normalized_shape[0], self.group.size, cut=1)
         check_shape("mask", mask, pair.shape[:-1])
         pair = self.norm(pair)
-        exists = None if mask is None else mask.to(pair.dtype).unsqueeze(-1)
+        exists = None if mask is None else existing(mask, pair.dtype).unsqueeze(-1)
         left = _gated(pair, self.left, self.left_gate, exists).movedim(-1, 1)
         right = _gated(pair, self.right, self.right_gate, exists).movedim(-1, 1)
         products = _without_overflow(self._multiply, left, right)  # (batch, hidden_dim, i, j)
@@ -127,6 +146,9 @@ class TriangleMultiplication(nn.Module):
 
     def _multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """Return sums over k of (i, k) and (j, k), or of (k, i) and (k, j), for each channel."""
+        if self.group.size > 1:
+            multiply = product_of_rows if self.outgoing else product_over_rows
+            return multiply(left, right, self.group.axis)
         return left @ right.mT if self.outgoing else left.mT @ right
 
 

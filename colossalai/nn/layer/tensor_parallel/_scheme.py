@@ -107,6 +107,7 @@ LINEAR_SCHEMES: dict[str | None, tuple[LinearScheme, ...]] = {
     "2d": (_grid(layers=()),),
     "2.5d": (_grid(layers=("dep",)),),
     "3d": (_cube(inp="inp", out="out"), _cube(inp="out", out="inp")),
+    "dap": (REPLICATED,),  # only activations of axial layers are cut, within these layers
 }
 """The linear schemes of each tensor mode; the first one takes the input of a model."""
 

@@ -286,9 +286,14 @@ def batch_axis() -> Axis:
     Those are `dp` of a launched job, and all ranks of a job that torch alone has launched.
 
     Raises:
-        ValueError: The ranks of the job share sequences.
+        ValueError: The ranks of the job share sequences, or activations.
     """
     job = launched_job()
+    if job.layout.dap > 1:
+        raise ValueError(
+            "cached embeddings and tensor mode 'dap' cannot be combined: the ranks that share activations "
+            "have the same bags, and their gradients are averaged as those of replicas; leave one of them out"
+        )
     if job.layout.sequence > 1:
         raise ValueError(
             "cached embeddings and sequence parallelism cannot be combined: ranks that share sequences have "
