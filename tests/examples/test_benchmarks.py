@@ -16,6 +16,7 @@ ROUNDS = ("--rounds", "2")
 # rank_settings.py starts jobs by itself, fused_parts.py waits for a compiler.
 BY_HAND = {"fused_parts", "matmul", "nvme", "rank_settings", "start_time"}
 ALONE = (
+    "autochunk",
     "axial",
     "cached_embedding",
     "cached_embedding_step",
@@ -85,6 +86,10 @@ SMALLEST = {
     ),
     "axial": (
         *("--residues", "8", "--sequence-dim", "32", "--pair-dim", "32", "--chunk-size", "4", *ROUNDS),
+    ),
+    "autochunk": (
+        *("--models", "GPT-2", "--width", "64", "--tokens", "64", "--blocks", "1", "--fractions", "0.6"),
+        *ROUNDS,
     ),
     "axial_ranks": (*("--sequences", "4", "--residues", "8", "--msa-dim", "16", "--pair-dim", "8", *ROUNDS),),
     "cached_embedding_step": (

@@ -29,6 +29,7 @@ FLOORS = {
     "zero": 3,
     # 4: runtime
     "auto_parallel": 4,
+    "autochunk": 4,
     "checkpoint_io": 4,
     "fx": 4,
     "inference": 4,

@@ -1,0 +1,160 @@
+"""Models chunked by `autochunk` to fractions of their activation peak, against the same models as they are.
+
+    python benchmarks/autochunk.py --json benchmarks/results/autochunk.json
+
+Models are in evaluation mode under `no_grad`, with random weights, in float32: the GPT-2 of transformers with
+explicit attention scores ("GPT-2"), a ViT with explicit scores ("ViT"), an Evoformer of two blocks
+("Evoformer"). `budget_mib` is the fraction of the peak that the trace has without chunks; `counted_mib` is
+the counted peak of live activations of a run, and `eager_mib` of a run of the user's model, which keeps local
+variables. `ratio` is the time relative to the user's model in the same rounds, `predicted` the estimate of
+the plan. `plan_s` is the time of `autochunk` including the trace, which alone takes `trace_s`. With
+`--plan-only`, models are planned and not run: for `--tokens 16384`, whose scores exceed this memory, or
+`--blocks 48`.
+"""
+
+import argparse
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from harness.memory import PeakBytes
+from harness.rounds import compare, report, time_rounds
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, ViTConfig, ViTModel
+
+from colossalai.autochunk import autochunk
+from colossalai.model_zoo.evoformer import Evoformer, EvoformerConfig
+
+Case = tuple[nn.Module, dict[str, Any]]
+
+
+def gpt2(args: argparse.Namespace) -> Case:
+    """Return a GPT-2 with explicit scores, and its arguments."""
+    config = GPT2Config(
+        n_layer=args.blocks,
+        n_embd=args.width,
+        n_head=args.width // 64,
+        n_positions=args.tokens,
+        vocab_size=256,
+        bos_token_id=0,
+        eos_token_id=0,
+        attn_implementation="eager",
+    )
+    ids = torch.randint(0, 256, (1, args.tokens))
+    return GPT2LMHeadModel(config), {"input_ids": ids, "use_cache": False}
+
+
+def vit(args: argparse.Namespace) -> Case:
+    """Return a ViT with explicit scores, and its arguments."""
+    config = ViTConfig(
+        num_hidden_layers=args.blocks,
+        hidden_size=args.width,
+        num_attention_heads=args.width // 64,
+        intermediate_size=4 * args.width,
+        image_size=args.image,
+        patch_size=16,
+        attn_implementation="eager",
+    )
+    return ViTModel(config), {"pixel_values": torch.randn(1, 3, args.image, args.image)}
+
+
+def evoformer(args: argparse.Namespace) -> Case:
+    """Return an Evoformer, and its arguments."""
+    config = EvoformerConfig(c_m=args.msa_dim, c_z=args.pair_dim, num_blocks=args.blocks)
+    msa = torch.randn(1, args.sequences, args.residues, args.msa_dim)
+    return Evoformer(config), {
+        "msa": msa,
+        "pair": torch.randn(1, args.residues, args.residues, args.pair_dim),
+    }
+
+
+MODELS: Mapping[str, Callable[[argparse.Namespace], Case]] = {
+    "GPT-2": gpt2,
+    "ViT": vit,
+    "Evoformer": evoformer,
+}
+
+
+def run(model: nn.Module, arguments: Mapping[str, Any]) -> None:
+    """Run a forward without gradients."""
+    with torch.no_grad():
+        model(**arguments)
+
+
+def counted(model: nn.Module, arguments: Mapping[str, Any]) -> float:
+    """Return the peak of live activations of a run in MiB."""
+    with PeakBytes() as peak:
+        run(model, arguments)
+    return round(peak.peak / 2**20, 2)
+
+
+def rows_of(name: str, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the figures of one model for all budgets."""
+    torch.manual_seed(0)
+    model, arguments = MODELS[name](args)
+    model.eval()
+    begin = time.perf_counter()
+    torch.export.export(model, (), arguments, strict=False)
+    trace_s = round(time.perf_counter() - begin, 1)
+    steps: dict[str, Callable[[], None]] = {"model": partial(run, model, arguments)}
+    rows: dict[str, dict[str, Any]] = {}
+    for fraction in args.fractions:
+        begin = time.perf_counter()
+        try:
+            chunked = autochunk(model, arguments, memory_ratio=fraction)
+        except ValueError as error:
+            print(f"{name}, {fraction:g}: {error}\n")  # the smallest possible budget
+            continue
+        plan = chunked.plan
+        rows[f"{fraction:g}"] = {
+            "trace_s": trace_s,
+            "plan_s": round(time.perf_counter() - begin, 1),
+            "regions": len(plan.regions),
+            "unchunked_mib": round(plan.unchunked_peak / 2**20, 2),
+            "budget_mib": round(plan.memory_budget / 2**20, 2),
+            "predicted": plan.slowdown,
+        }
+        if not args.plan_only:
+            rows[f"{fraction:g}"] |= {"counted_mib": counted(chunked, arguments)}
+            steps[f"{fraction:g}"] = partial(run, chunked, arguments)
+    if not args.plan_only:
+        eager = counted(model, arguments)
+        for row in compare(time_rounds(steps, rounds=args.rounds, warmup=1), baseline="model"):
+            if (fraction := row.pop("variant")) != "model":
+                rows[fraction] |= {"eager_mib": eager, **row}
+    return [{"model": name, "fraction": fraction, **row} for fraction, row in rows.items()]
+
+
+def main() -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    parser.add_argument("--fractions", type=float, nargs="+", default=[0.5, 0.3, 0.2], help="of the peak")
+    parser.add_argument("--blocks", type=int, default=2, help="default: %(default)s")
+    parser.add_argument("--width", type=int, default=768, help="of GPT-2 and ViT (default: %(default)s)")
+    parser.add_argument("--tokens", type=int, default=2048, help="of GPT-2 (default: %(default)s)")
+    parser.add_argument("--image", type=int, default=512, help="pixels of ViT (default: %(default)s)")
+    parser.add_argument("--sequences", type=int, default=64, help="of Evoformer (default: %(default)s)")
+    parser.add_argument("--residues", type=int, default=128, help="of Evoformer (default: %(default)s)")
+    parser.add_argument("--msa-dim", type=int, default=256, help="of Evoformer (default: %(default)s)")
+    parser.add_argument("--pair-dim", type=int, default=128, help="of Evoformer (default: %(default)s)")
+    parser.add_argument("--threads", type=int, default=1, help="default: %(default)s")
+    parser.add_argument("--rounds", type=int, default=5, help="rounds that count (default: %(default)s)")
+    parser.add_argument("--plan-only", action="store_true", help="plan, and do not run")
+    parser.add_argument("--json", help="also write the figures to this file")
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    report(
+        f"AutoChunk, {args.blocks} blocks, float32, {args.threads} threads",
+        [row for name in args.models for row in rows_of(name, args)],
+        settings=vars(args),
+        json_file=args.json,
+    )
+
+
+if __name__ == "__main__":
+    main()

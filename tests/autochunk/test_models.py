@@ -1,0 +1,321 @@
+"""Chunked models: the same results within the budget."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from colossalai.autochunk import ChunkedModule, ChunkPlan, autochunk
+from colossalai.autochunk._flow import candidates_of
+from colossalai.autochunk._profile import GraphProfiler
+from colossalai.autochunk._trace import trace
+from tests.autochunk.models import MODELS, model_of
+from tests.nn.live_bytes import LiveBytes
+
+pytestmark = pytest.mark.unit
+
+
+def counted(module: nn.Module, arguments: dict[str, Any]) -> tuple[list[Tensor], int]:
+    """Return the tensors that a call returns, and the peak of its live bytes."""
+    outside = [*module.parameters(), *module.buffers(), *tree_leaves(arguments)]
+    with torch.no_grad(), LiveBytes(*(each for each in outside if isinstance(each, Tensor))) as live:
+        result = module(**arguments)
+    return [each for each in tree_leaves(result) if isinstance(each, Tensor)], live.peak
+
+
+def check(model: nn.Module, chunked: ChunkedModule, arguments: dict[str, Any]) -> None:
+    """Compare with the model; the counted peak is the predicted one, within the budget."""
+    expected, _ = counted(model, arguments)
+    found, peak = counted(chunked, arguments)
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+    assert peak == chunked.plan.peak <= chunked.plan.memory_budget
+
+
+def smallest_budget(model: nn.Module, arguments: dict[str, Any]) -> int:
+    with pytest.raises(ValueError, match="smallest possible budget") as error:
+        autochunk(model, arguments, memory_budget=1000)
+    found = re.search(r"budget is [^(]*\((\d+) bytes\)", str(error.value))
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_budgets(name: str) -> None:
+    """The smallest budget, and one in the middle."""
+    model, arguments = model_of(name)
+    smallest = smallest_budget(model, arguments)
+    for budget in (smallest, 2 * smallest):
+        chunked = autochunk(model, arguments, memory_budget=budget)
+        check(model, chunked, arguments)
+        assert ChunkPlan.from_json(chunked.plan.to_json()) == chunked.plan
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", MODELS)
+def test_ten_budgets(name: str) -> None:
+    """From the smallest one to that without chunks."""
+    model, arguments = model_of(name)
+    smallest = smallest_budget(model, arguments)
+    largest = autochunk(model, arguments, memory_ratio=1).plan.unchunked_peak
+    with pytest.raises(ValueError, match="smallest possible budget"):
+        autochunk(model, arguments, memory_budget=smallest - 1)
+    peaks = []
+    for step in range(10):
+        budget = smallest + (largest - smallest) * step // 9
+        chunked = autochunk(model, arguments, memory_budget=budget)
+        check(model, chunked, arguments)
+        peaks.append(chunked.plan.peak)
+    assert not chunked.plan.regions
+    assert peaks[0] < 0.6 * largest
+
+
+@pytest.mark.parametrize("ratio", [0.5, 0.8])
+def test_gradients(ratio: float) -> None:
+    """Gradients of the parameters, which are the model's own, without and with recomputation."""
+    model, arguments = model_of("eager")
+    chunked = autochunk(model, arguments, memory_ratio=ratio)
+    assert chunked.plan.regions
+    names = dict(model.named_parameters())
+    assert all(names[name] is param for name, param in chunked.named_parameters())
+    assert chunked.state_dict().keys() == model.state_dict().keys()
+
+    def gradients(run: Any) -> list[Tensor]:
+        x = arguments["input"].clone().requires_grad_()
+        model.zero_grad()
+        (run(x) ** 2).sum().backward()
+        return [x.grad, *(param.grad.clone() for param in model.parameters())]
+
+    expected = gradients(model)
+    for run in (chunked, lambda x: torch.utils.checkpoint.checkpoint(chunked, x, use_reentrant=False)):
+        for mine, other in zip(gradients(run), expected, strict=True):
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10)
+
+
+def test_recomputation_frees_activations() -> None:
+    """In the forward of a recomputed module, the budget holds for what is not an argument or result."""
+    model, arguments = model_of("eager")
+    chunked = autochunk(model, arguments, memory_ratio=0.4)
+    x = arguments["input"].clone().requires_grad_()
+    with LiveBytes(x, *model.parameters()) as live:
+        torch.utils.checkpoint.checkpoint(chunked, x, use_reentrant=False)
+    assert live.peak <= chunked.plan.memory_budget
+
+
+def test_random_operations() -> None:
+    """Dropouts draw the same numbers in the same order, and are not chunked."""
+    model, arguments = model_of("eager")
+    model = nn.Sequential(model[0], nn.Dropout(0.3), model[1], nn.Dropout(0.3)).train()
+    chunked = autochunk(model, arguments["input"], memory_ratio=0.5)
+    assert len(chunked.plan.regions) > 1
+    torch.manual_seed(5)
+    expected = model(arguments["input"])
+    torch.manual_seed(5)
+    torch.testing.assert_close(chunked(arguments["input"]), expected, rtol=1e-10, atol=1e-10)
+
+
+@torch.library.custom_op("autochunk_test::reversed", mutates_args=())
+def reversed_rows(x: Tensor) -> Tensor:
+    """An operator without a rule."""
+    return x.flip(1)
+
+
+@reversed_rows.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+class Cases(nn.Module):
+    """A model of one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.weight = nn.Parameter(torch.randn(64, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Any:
+        """Return the function of x, (32, 8), and of x (32, 8, 64), large."""
+        return self.function(x, (x[..., None] * self.weight).exp())
+
+
+def views_written(x: Tensor, large: Tensor) -> Tensor:
+    """Write through a view of another result."""
+    h = large.sum(-1)
+    view, w = h.t(), large.sin().sum(-1)
+    view.mul_(2.0)
+    return h + w
+
+
+def residual_in_place(x: Tensor, large: Tensor) -> Tensor:
+    """Write into large tensors, whose older values are not read again."""
+    y = large.sin()
+    y += large
+    y.clamp_(max=3.0).mul_(y.mean(-1, keepdim=True))
+    return y.sum(-1)
+
+
+def argument_written(x: Tensor, large: Tensor) -> Tensor:
+    """Write through a view of the argument."""
+    z = (large.sin() * large).sum(-1)
+    x.transpose(0, 1).add_(1.0)
+    return z + x
+
+
+def read_whole(x: Tensor, large: Tensor) -> Tensor:
+    """Write into a tensor that all chunks have read whole."""
+    y = large.sum(1).sin()  # (32, 64)
+    scores = (large @ y.t()).softmax(-1).sum(-1)
+    y.mul_(0.5)
+    return scores + y[:, :8]
+
+
+def written_whole(x: Tensor, large: Tensor) -> Tensor:
+    """Write into a tensor that is read in parts before, and whole after."""
+    y = large.sin()
+    before = (y + 1.0).exp()
+    y.mul_(0.5)
+    return (before * y.mean(0)).sum(-1)
+
+
+def part_contiguous(x: Tensor, large: Tensor) -> Tensor:
+    """Write into a copy, of which a part of one element would be a view of the original."""
+    copied = large.transpose(0, 1).contiguous()
+    copied.mul_(2.0)
+    return (copied.sin() * copied).sum(2).t() + large.sum(-1)
+
+
+def whole_tuple(x: Tensor, large: Tensor) -> Tensor:
+    """Parts of an element of a tuple that is computed whole."""
+    w = (large * 2).cos()
+    values, _ = x.sort(-1)
+    return (values[..., None] * w).sin().sum(-1)
+
+
+def pieces(x: Tensor, large: Tensor) -> Tensor:
+    """Elements of tuples, of which some are needed whole."""
+    first, second = large.chunk(2, 0)
+    values, order = large.sort(-1)
+    return (first * second.mean(0)).sum(-1) + values.sin().sum(-1)[:16] + order.sum(-1)[16:]
+
+
+def bits(x: Tensor, large: Tensor) -> Tensor:
+    """Elements of another type over the same bytes."""
+    return (large.detach().exp().view(torch.int64) >> 3).sum(-1).double() * 1e-18
+
+
+def dead(x: Tensor, large: Tensor) -> Tensor:
+    """Results that nothing reads."""
+    large.cos().sin()
+    return (large.sin() * 2).exp().sum(-1)
+
+
+def without_grad(x: Tensor, large: Tensor) -> Tensor:
+    """A block that torch traces as one operation."""
+    y = large.sin()
+    with torch.no_grad():
+        z = y.exp().sum(-1)
+    return (y * large).sum(-1) + z
+
+
+FUNCTIONS = [
+    *(views_written, residual_in_place, argument_written, read_whole, written_whole),
+    *(part_contiguous, whole_tuple, pieces, bits, dead, without_grad),
+]
+
+
+@pytest.mark.parametrize("function", FUNCTIONS, ids=lambda each: each.__name__)
+def test_functions(function: Callable[..., Any]) -> None:
+    """Writes, views, tuples, blocks: values at two budgets, and of the argument after it is written into."""
+    torch.manual_seed(0)
+    model = Cases(function)
+    x = torch.randn(32, 8, dtype=torch.float64)
+    largest = autochunk(model, x, memory_ratio=1).plan.unchunked_peak
+    smallest = smallest_budget(model, {"x": x})
+    for budget in (smallest, (smallest + largest) // 2):
+        chunked = autochunk(model, x, memory_budget=budget)
+        assert chunked.plan.regions or smallest == largest
+        first, second = x.clone(), x.clone()
+        with torch.no_grad():
+            expected = model(first)
+            torch.testing.assert_close(chunked(second), expected, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(second, first, rtol=0, atol=0)
+        with torch.no_grad(), LiveBytes(first, *model.parameters()) as live:
+            chunked(first)
+        assert live.peak == chunked.plan.peak <= budget
+    if function is residual_in_place:
+        assert smallest < 0.3 * largest
+        assert any("add_" in str(node.target) for node in chunked.get_submodule("chunk_0").body.graph.nodes)
+
+
+def firsts_with(function: Callable[..., Any], target: str) -> tuple[int, int, set[int]]:
+    """Return where a tensor is made, where it is written into, and where regions around the write begin."""
+    model, x = Cases(function), torch.randn(32, 8, dtype=torch.float64)
+    traced = trace(model, (x,), {}).module
+    profile = GraphProfiler(traced, [x]).profile(traced.graph)
+    write = next(at for at, node in enumerate(profile.nodes) if str(node.target) == target)
+    found: set[int] = set()
+    for last in range(write, len(profile.nodes)):
+        firsts = last + 1 - candidates_of(profile, last).num_operations
+        found.update(int(first) for first in firsts if first <= write)
+    return profile.storages[profile.of_node[write][0]].first, write, found
+
+
+def test_writes_are_in_regions_that_make_the_tensor() -> None:
+    """Otherwise a later chunk reads the values that an earlier one has written."""
+    made, write, firsts = firsts_with(residual_in_place, "aten.add_.Tensor")
+    assert made < write
+    assert firsts
+    assert max(firsts) <= made
+    for function in (read_whole, written_whole, part_contiguous):
+        made, _, firsts = firsts_with(function, "aten.mul_.Tensor")
+        assert max(firsts, default=-1) <= made
+
+
+def test_batch_statistics() -> None:
+    """A normalization by the batch is not cut along it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 64), nn.BatchNorm1d(64, track_running_stats=False), nn.Linear(64, 8))
+    model, x = model.double().eval(), torch.randn(32, 8, dtype=torch.float64)
+    chunked = autochunk(model, x, memory_budget=smallest_budget(model, {"input": x}))
+    torch.testing.assert_close(chunked(x), model(x), rtol=1e-10, atol=1e-10)
+
+
+class WithUnknown(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 64), nn.Linear(64, 8)
+
+    def forward(self, x: Tensor, scale: float = 1.0) -> dict[str, Any]:
+        x = reversed_rows(x + self.down(self.up(x).relu()) * scale)
+        x.add_(1.0)
+        attention = (x @ x.transpose(1, 2)).softmax(-1)
+        return {"x": attention @ x, "pair": [attention[:, :, 0], x]}
+
+
+def test_unknown_operators() -> None:
+    """A region ends at an operator without a rule, and at one that changes its argument."""
+    torch.manual_seed(0)
+    model, x = WithUnknown().double().eval(), torch.randn(2, 40, 8, dtype=torch.float64)
+    chunked = autochunk(model, {"x": x}, memory_ratio=0.6)
+    assert chunked.plan.regions
+    check(model, chunked, {"x": x})
+    names = {str(node.target) for node in chunked.graph.nodes}
+    assert "autochunk_test.reversed.default" in names
+    assert "aten.add_.Tensor" in names
+
+
+def test_blocks_are_solved_alike() -> None:
+    """Repeated blocks have the same regions, and are searched once."""
+    torch.manual_seed(0)
+    regions = []
+    for depth in (3, 6):
+        model = nn.Sequential(*(model_of("eager")[0][0] for _ in range(depth)))
+        chunked = autochunk(model, torch.randn(2, 64, 32, dtype=torch.float64), memory_ratio=0.4)
+        regions.append([(each.extent, each.size) for each in chunked.plan.regions])
+    per_block = len(regions[0]) // 3
+    assert regions[1][per_block : 2 * per_block] == regions[1][2 * per_block : 3 * per_block]
+    assert len(regions[1]) == 2 * len(regions[0])
