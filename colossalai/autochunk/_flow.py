@@ -110,6 +110,7 @@ class Walk:
         """
         node = self._profile.nodes[position]
         needs = self._needs.pop(position, set())
+        # All later operations of the region have been visited, so these are all needs.
         if dim is not None and not needs:
             self.extent = self.extent or shape_of(node)[dim]
             self.choices[position] = dim
@@ -189,6 +190,7 @@ class Walk:
     def _add_live(self, position: int) -> None:
         """Add the storages that a chunked operation makes; those of outputs live to the end of the chunk."""
         place = self.last - position
+        # `_live` is by distance from the last operation, so a lifetime ends at the smaller index.
         for size, last in self._made(position):
             self._live[max(0, self.last - last) : place + 1] += size
         self._live[place] += self._profile.temporary[position]
@@ -262,6 +264,7 @@ def candidates_of(profile: GraphProfile, last: int) -> Candidates:
                         )
                     )
                     choices.append({last - free: dim for free, dim in each.choices.items()})
+                # With most operations hoisted, an earlier end of the walk is a better region.
                 if each.is_open and len(each.hoisted) <= len(each.cuts):
                     following.append(each)
         walks = sorted(following, key=lambda each: each.fixed)[: _MOST_WALKS if position < last else None]

@@ -81,11 +81,6 @@ class ChunkLoop(nn.Module):
         self.takes_length = takes_length
         self.identity = identity
 
-    @property
-    def num_chunks(self) -> int:
-        """Number of chunks."""
-        return -(-self.extent // self.size)
-
     def extra_repr(self) -> str:
         """Return the chunk dimension's sizes."""
         return f"extent={self.extent}, size={self.size}"

@@ -114,7 +114,8 @@ class GraphProfile:
             for at in positions:
                 before = [self.nodes[each] for each in aliases[number] if each < at]
                 users = {self.positions.get(user, len(self.nodes)) for each in before for user in each.users}
-                is_first = self.nodes[at].args[0] in before
+                args = self.nodes[at].args
+                is_first = bool(args) and args[0] in before
                 if is_first and self.of_node[at] == (number,) and max(users) <= at:
                     found[at] = number
         return found
@@ -196,9 +197,8 @@ class GraphProfiler:
         if node.op == "call_module":
             loop = loops[str(node.target)]
             identity = loop.identity and ("loop", loop.identity)
-            return self._cached(
-                identity, args, kwargs, lambda: loop.run(args, most=2)
-            )  # others: as the second
+            # All further chunks need as much as the second one; the last one can need less.
+            return self._cached(identity, args, kwargs, lambda: loop.run(args, most=2))
         if changed_arguments(node):  # a change of the shape must not change other calls' results
             args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))
             return self._run(node.target, args, kwargs)

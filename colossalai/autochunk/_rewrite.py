@@ -63,7 +63,7 @@ class GraphRewriter:
     def _add_loop(self, region: RegionChoice, name: str) -> ChunkLoop:
         """Add the operations of a region to the graph, and return the loop."""
         walk = follow(self._profile, region.first, region.last, region.choices)
-        for position in sorted(walk.hoisted):
+        for position in sorted(walk.hoisted):  # their inputs are hoisted, too, or of before the region
             self._copy(self._profile.nodes[position])
         body = _Body(self._profile, walk)
         inputs = list(body.inputs)

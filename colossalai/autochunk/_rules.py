@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class ChunkCut:
     """The part of a tensor that belongs to a chunk.
 
@@ -102,13 +102,26 @@ def has_effects(node: fx.Node) -> bool:
     return is_collective or is_random(node) or schema.is_mutable or not schema.returns
 
 
+def _is_operator(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) or node.target is operator.getitem
+
+
+def _contains_write(graph: fx.Graph) -> bool:
+    calls = [node for node in graph.nodes if node.op == "call_function"]
+    return any(not _is_operator(each) or changed_arguments(each) for each in calls)
+
+
 def can_be_view(node: fx.Node) -> bool:
     """Return whether the result of a call is a view or a new tensor, depending on strides."""
     return operator_name(node) in (*_RESHAPES, "aten::contiguous")
 
 
 def changed_arguments(node: fx.Node) -> list[fx.Node]:
-    """Return the arguments that a call writes into."""
+    """Return the arguments that a call writes into; all arguments of a block that contains a write."""
+    if node.op == "call_function" and not _is_operator(node):
+        blocks = [each.meta.get("val") for each in node.all_input_nodes]
+        graphs = [each.graph for each in blocks if isinstance(each, fx.GraphModule)]
+        return node.all_input_nodes if not graphs or any(map(_contains_write, graphs)) else []
     schema = getattr(node.target, "_schema", None)
     found: list[fx.Node] = []
     for position, each in enumerate(schema.arguments if schema is not None else ()):

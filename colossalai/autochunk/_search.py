@@ -78,6 +78,7 @@ class RegionSearch:
                 continue
             found = self._candidates(last)
             first = last + 1 - found.num_operations
+            # The largest chunks: the live set within a region is proportional to the elements of a chunk.
             room = budget - self._fixed(found, last)
             sizes = np.minimum(room * found.extent // np.maximum(found.inner, 1), found.extent)
             num_chunks = -(-found.extent // np.maximum(sizes, 1))
@@ -88,7 +89,7 @@ class RegionSearch:
                 cost[last + 1] = total[best]
                 size = -(-int(found.extent[best]) // int(num_chunks[best]))  # of about equal chunks
                 edges[last] = self._choice(found, best, last, size, float(seconds[best]))
-        return _path(edges, too_large) if math.isfinite(cost[-1]) else None
+        return _path(edges, len(too_large)) if math.isfinite(cost[-1]) else None
 
     def smallest(self) -> tuple[list[RegionChoice], int]:
         """Return the regions of the smallest peak, with chunks of one element, and where the peak is."""
@@ -107,8 +108,7 @@ class RegionSearch:
                 most[last + 1] = peaks[best]
                 seconds = float(_added_seconds(found, found.extent)[best])
                 edges[last] = self._choice(found, best, last, 1, seconds)
-        path = _path(edges, np.zeros(len(profile.nodes), dtype=bool))
-        return path, int(most[-1])
+        return _path(edges, len(profile.nodes)), int(most[-1])
 
     def correct(self, choice: RegionChoice, num_bytes: int) -> None:
         """Add bytes to the estimates of a region and of its repetitions in other blocks."""
@@ -160,10 +160,10 @@ def _near(too_large: np.ndarray) -> np.ndarray:
     return count[ends] > count[np.maximum(0, ends - MOST_OPERATIONS)]
 
 
-def _path(edges: Mapping[int, RegionChoice], too_large: np.ndarray) -> list[RegionChoice]:
-    """Return the regions of the best path, in order."""
+def _path(edges: Mapping[int, RegionChoice], num_operations: int) -> list[RegionChoice]:
+    """Return the regions of the best path, in order: from its end, each region leads to where it begins."""
     path: list[RegionChoice] = []
-    last = len(too_large) - 1
+    last = num_operations - 1
     while last >= 0:
         if last in edges:
             path.append(edges[last])

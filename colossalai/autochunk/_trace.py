@@ -219,9 +219,9 @@ def _all_differentiable(
         for each in model.parameters()
         if not each.requires_grad and (each.is_floating_point() or each.is_complex())
     ]
-    for each in frozen:
-        each.requires_grad_()
     try:
+        for each in frozen:
+            each.requires_grad_()
         yield tree_map_only(Tensor, differentiable, (tuple(args), dict(kwargs)))
     finally:
         for each in frozen:
@@ -255,5 +255,4 @@ def module_of(node: fx.Node) -> str:
 
 def flat_inputs(args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """Return the values of a trace's placeholders."""
-    found, _ = tree_flatten_with_path((tuple(args), dict(kwargs)))
-    return [leaf for _, leaf in found]
+    return tree_leaves((tuple(args), dict(kwargs)))

@@ -150,6 +150,15 @@ def views_written(x: Tensor, large: Tensor) -> Tensor:
     return h + w
 
 
+def views_written_without_grad(x: Tensor, large: Tensor) -> Tensor:
+    """Write through a view in a block that torch traces as one operation."""
+    h = large.sum(-1)
+    view, w = h.t(), large.sin().sum(-1)
+    with torch.no_grad():
+        view.mul_(2.0)
+    return h + w
+
+
 def residual_in_place(x: Tensor, large: Tensor) -> Tensor:
     """Write into large tensors, whose older values are not read again."""
     y = large.sin()
@@ -222,7 +231,14 @@ def without_grad(x: Tensor, large: Tensor) -> Tensor:
 
 
 FUNCTIONS = [
-    *(views_written, residual_in_place, argument_written, read_whole, written_whole),
+    *(
+        views_written,
+        views_written_without_grad,
+        residual_in_place,
+        argument_written,
+        read_whole,
+        written_whole,
+    ),
     *(part_contiguous, whole_tuple, pieces, bits, dead, without_grad),
 ]
 
