@@ -18,7 +18,7 @@ import numpy as np
 from torch import Tensor, fx
 
 from colossalai.autochunk._profile import GraphProfile
-from colossalai.autochunk._rules import ChunkCut, has_effects, input_cuts, input_nodes, shape_of
+from colossalai.autochunk._rules import ChunkCut, can_be_view, has_effects, input_cuts, input_nodes, shape_of
 
 MOST_OPERATIONS = 128
 """Length of the longest region that the search considers."""
@@ -148,12 +148,40 @@ class Walk:
         """Return whether the result of an operation can be a new tensor.
 
         It cannot if it is a view of a tensor of before, or if code after the region writes into its storage,
-        which other tensors can have, too.
+        which other tensors can have, too, or into a copy of it that could be a view of the new tensor.
         """
         numbers = self._profile.of_node[position]
         is_tensor = isinstance(self._profile.nodes[position].meta["val"], Tensor)
         is_final = all(at <= self.last for number in numbers for at in self._profile.writes.get(number, ()))
+        is_final = is_final and self._profile.copied_and_written.isdisjoint(numbers)
         return is_tensor and bool(numbers) and is_final
+
+    def replaceable(self) -> dict[int, int]:
+        """Return inputs whose memory an output can take: their positions, by the output's position.
+
+        No operation after the region reads such an input, those of a chunk read only the part of it that the
+        output's part of the same chunk takes, and no other input of the region has its storage.
+        """
+        found: dict[int, int] = {}
+        cuts = set(self.outputs.values())
+        for position, needs in self._needs.items():
+            numbers = self._profile.of_node[position]
+            if len(needs) > 1 or needs.isdisjoint(cuts) or len(numbers) != 1:
+                continue
+            storage = self._profile.storages[numbers[0]]
+            # In a call with other strides than the trace, it can be a view of another tensor.
+            if can_be_view(storage.node) or self._profile.layouts[position] is None:
+                continue
+            if storage.last > self.last or storage.size != self._profile.nodes[position].meta["val"].nbytes:
+                continue
+            if sum(numbers[0] in self._profile.of_node[other] for other in self._needs) > 1:
+                continue
+            for output, cut in self.outputs.items():
+                is_alike = self._profile.layouts[output] == self._profile.layouts[position]
+                if output not in found and cut in needs and is_alike:
+                    found[output] = position
+                    break
+        return found
 
     def settle(self) -> None:
         """Hoist elements of tuples that are not chunked."""
@@ -238,8 +266,14 @@ class Candidates:
     choices: Sequence[Mapping[int, int]]
 
 
-def candidates_of(profile: GraphProfile, last: int) -> Candidates:
-    """Return the possible regions with a last operation."""
+def candidates_of(profile: GraphProfile, last: int, *, inplace: bool = False) -> Candidates:
+    """Return the possible regions with a last operation.
+
+    Args:
+        profile: The profile of the graph.
+        last: Position of the last operation.
+        inplace: Whether outputs take the memory of inputs, see `Walk.replaceable`.
+    """
     rows: list[tuple[int, ...]] = []
     is_view = not any(Walk(profile, last)._made(last))
     choices: list[Mapping[int, int]] = []
@@ -256,10 +290,12 @@ def candidates_of(profile: GraphProfile, last: int) -> Candidates:
                     continue
                 can_begin = each.is_complete and each.highest_root >= position
                 if is_chunked and any(each._made(position)) and can_begin:
+                    replaced = each.replaceable() if inplace else ()
+                    fixed = each.fixed - sum(profile.nodes[out].meta["val"].nbytes for out in replaced)
                     rows.append(
                         (
                             last - position + 1,
-                            *(each.extent, each.fixed, each.inner, each.reread, each.moved + _strided(each)),
+                            *(each.extent, fixed, each.inner, each.reread, each.moved + _strided(each)),
                             len(each.cuts),
                         )
                     )

@@ -1,6 +1,6 @@
 """The loop over the chunks of a region, as a module of the rewritten graph."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,6 +58,8 @@ class ChunkLoop(nn.Module):
         extent: Extent of the chunk dimension.
         size: Elements of a chunk; the last chunk can be smaller.
         takes_length: See `body`.
+        replaced: Number of the input whose memory an output takes, by the number of the output. With
+            gradients enabled, it is a new tensor.
         identity: Equal loops of repeated blocks have equal ones. None: unknown.
     """
 
@@ -70,6 +72,7 @@ class ChunkLoop(nn.Module):
         extent: int,
         size: int,
         takes_length: bool,
+        replaced: Mapping[int, int],
         identity: Any = None,
     ) -> None:
         super().__init__()
@@ -79,6 +82,7 @@ class ChunkLoop(nn.Module):
         self.extent = extent
         self.size = size
         self.takes_length = takes_length
+        self.replaced = dict(replaced)
         self.identity = identity
 
     def extra_repr(self) -> str:
@@ -92,6 +96,9 @@ class ChunkLoop(nn.Module):
     def run(self, inputs: Sequence[Tensor], *, most: int | None = None) -> tuple[Tensor, ...]:
         """Run the first `most` chunks, all by default, and return the whole outputs."""
         whole: list[Tensor] = []
+        # Autograd could have saved an input.
+        inplace = {} if torch.is_grad_enabled() else self.replaced
+        replaced = {output: inputs[number] for output, number in inplace.items()}
         for start in range(0, self.extent, self.size)[:most]:
             length = min(self.size, self.extent - start)
             arguments: list[Any] = [
@@ -100,12 +107,23 @@ class ChunkLoop(nn.Module):
             ]
             parts = list(self.body(*arguments, *([length] if self.takes_length else [])))
             del arguments
+            if replaced:
+                parts = _copies_of_views(parts, list(replaced.values()))
             if not whole:
-                whole = [each.allocate(part) for each, part in zip(self.outputs, parts, strict=True)]
+                whole = [
+                    replaced[number].permute(each.order) if number in replaced else each.allocate(part)
+                    for number, (each, part) in enumerate(zip(self.outputs, parts, strict=True))
+                ]
             for number, output in enumerate(self.outputs):
                 whole[number] = output.write(whole[number], parts[number], start=start, length=length)
             del parts  # before the next chunk
         return tuple(each.finish(tensor) for each, tensor in zip(self.outputs, whole, strict=True))
+
+
+def _copies_of_views(parts: Sequence[Tensor], replaced: Sequence[Tensor]) -> list[Tensor]:
+    """Return parts, and copies of those on the storage of an input that is written into."""
+    storages = {each.untyped_storage()._cdata for each in replaced}
+    return [each.clone() if each.untyped_storage()._cdata in storages else each for each in parts]
 
 
 def _write(whole: Tensor, part: Tensor, dim: int, start: int) -> Tensor:

@@ -62,6 +62,8 @@ class ChunkPlan:
         model: Class of the model.
         digest: The sha256 of the trace that the plan belongs to.
         memory_budget: Largest allowed peak in bytes.
+        inplace: Whether outputs of regions take the memory of inputs.
+        recompute: Whether normalizations and elementwise results are computed again for each use.
         peak: Predicted peak.
         unchunked_peak: Peak without chunks.
         slowdown: Predicted time, divided by that without chunks. Kernel rates are rough constants.
@@ -71,6 +73,8 @@ class ChunkPlan:
     model: str
     digest: str
     memory_budget: int
+    inplace: bool
+    recompute: bool
     peak: int
     unchunked_peak: int
     slowdown: float
@@ -80,7 +84,9 @@ class ChunkPlan:
         lines = [
             f"AutoChunk of {self.model}: peak {bytes_text(self.peak)} of {bytes_text(self.unchunked_peak)} "
             f"({self.peak / max(1, self.unchunked_peak):.0%}), budget {bytes_text(self.memory_budget)}",
-            f"predicted time {self.slowdown:.2f}x, {len(self.regions)} regions",
+            f"predicted time {self.slowdown:.2f}x, {len(self.regions)} regions"
+            + ", recomputed norms" * self.recompute
+            + ", in place" * self.inplace,
         ]
         if self.regions:
             lines += ["", f"{'module':28.28} {'last operation':20.20} {'dim':>3} {'chunk':>11} {'peak':>12}"]
@@ -133,6 +139,7 @@ class ChunkPlan:
             raise ValueError(f"{name}: regions is {regions!r:.80}; it must be a list")
         read = [ChunkRegion(**_parts(ChunkRegion, each, f"{name}, a region")) for each in regions]
         del content["format"], content["version"]
+        content = {"inplace": False, "recompute": False, **content}
         return cls(**{**_parts(cls, content, name), "regions": tuple(read)})
 
     def save(self, path: str | Path) -> None:
@@ -153,6 +160,7 @@ class ChunkPlan:
 _IS_TYPE = {
     "str": (lambda value: isinstance(value, str), "a text"),
     "int": (lambda value: type(value) is int and value >= 0, "an integer of 0 or more"),
+    "bool": (lambda value: isinstance(value, bool), "true or false"),
     "float": (lambda value: isinstance(value, int | float) and value >= 0, "a number of 0 or more"),
 }
 

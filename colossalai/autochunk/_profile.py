@@ -8,7 +8,7 @@ arguments do not count. Temporaries of an operation of several kernels count dur
 import operator
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -22,7 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
 from colossalai.autochunk._loop import ChunkLoop
@@ -63,6 +63,7 @@ class GraphProfile:
         temporary: Bytes of each operation that are freed when it ends.
         seconds: Estimated time of each operation.
         writes: Positions of the operations that write into each storage, by its index.
+        writes_outside: Whether an operation writes into an argument, parameter or buffer.
     """
 
     nodes: Sequence[fx.Node]
@@ -71,11 +72,18 @@ class GraphProfile:
     temporary: Sequence[int]
     seconds: Sequence[float]
     writes: Mapping[int, Sequence[int]]
+    writes_outside: bool
 
     @cached_property
     def positions(self) -> Mapping[fx.Node, int]:
         """Position of each operation."""
         return {node: position for position, node in enumerate(self.nodes)}
+
+    @cached_property
+    def layouts(self) -> Sequence[Any]:
+        """Shape, strides, dtype and device of the result of each operation; None for other results."""
+        values = [node.meta["val"] for node in self.nodes]
+        return [_described(each) if isinstance(each, Tensor) else None for each in values]
 
     @cached_property
     def live(self) -> np.ndarray:
@@ -119,6 +127,18 @@ class GraphProfile:
                 if is_first and self.of_node[at] == (number,) and max(users) <= at:
                     found[at] = number
         return found
+
+    @cached_property
+    def copied_and_written(self) -> frozenset[int]:
+        """Storages of which a copy is written into that, with other strides than in the trace, is a view."""
+        found: set[int] = set()
+        for position, node in enumerate(self.nodes):
+            numbers = self.of_node[position]
+            is_copy = can_be_view(node) and all(self.storages[each].first == position for each in numbers)
+            if is_copy and any(each in self.writes for each in numbers):
+                sources = [self.positions[each] for each in node.all_input_nodes if each in self.positions]
+                found.update(number for source in sources for number in self.of_node[source])
+        return frozenset(found)
 
     @property
     def peak(self) -> int:
@@ -217,9 +237,15 @@ class GraphProfiler:
         if identity is None:
             return self._run(run, (), {}, taken=(args, kwargs))
         leaves, structure = tree_flatten((args, kwargs))
-        key = (identity, str(structure), tuple(map(_described, leaves)))
-        if key not in self._calls:
-            self._calls[key] = self._run(run, (), {}, taken=(args, kwargs))
+        tensors = [each for each in leaves if isinstance(each, Tensor)]
+        storages = [each.untyped_storage()._cdata for each in tensors]
+        shared = tuple(storages.index(each) for each in storages)
+        key = (identity, str(structure), tuple(map(_described, leaves)), shared)
+        if (known := self._calls.get(key)) is not None:
+            result = _own_result(known, tensors)
+            if result is not None:
+                return replace(known, result=result)
+        self._calls[key] = self._run(run, (), {}, taken=(args, kwargs))
         return self._calls[key]
 
     def _run(self, function: Any, args: Any, kwargs: Any, *, taken: Any = None) -> _Call:
@@ -239,6 +265,33 @@ class GraphProfiler:
             sources.append(places[storage._cdata])
         temporary = max(0, self._costs.peak - sum(sizes))
         return _Call(result, tuple(sources), tuple(sizes), temporary, self._costs.seconds)
+
+
+def _own_result(call: _Call, tensors: Sequence[Tensor]) -> Any:
+    """Return the result of an equal call with other arguments, on storages of its own; None if unknown.
+
+    Args:
+        call: The first call.
+        tensors: Tensors among the arguments of the other call.
+    """
+    leaves, structure = tree_flatten(call.result)
+    if len(set(call.sources)) < len(call.sources):
+        return None
+    sources = iter(call.sources)
+    for number, each in enumerate(leaves):
+        if not isinstance(each, Tensor):
+            continue
+        if (source := next(sources)) >= 0:
+            if _described(each) != _described(tensors[source]):
+                return None  # views are computed
+            leaves[number] = tensors[source].detach()
+        elif each.storage_offset() or each.untyped_storage().nbytes() != each.nbytes:
+            return None
+        else:
+            leaves[number] = torch.empty_strided(
+                each.shape, each.stride(), dtype=each.dtype, device=each.device
+            )
+    return tree_unflatten(leaves, structure)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -276,12 +329,16 @@ def _profile_of(nodes: Sequence[fx.Node], calls: Sequence[_Call]) -> GraphProfil
         LiveStorage(size, first, end, nodes[first]) for (size, first), end in zip(made, last, strict=True)
     ]
     writes: defaultdict[int, list[int]] = defaultdict(list)
+    writes_outside = False
     for position, node in enumerate(nodes):
         for source in changed_arguments(node):
-            for number in of_node[positions[source]] if source in positions else ():
+            numbers = of_node[positions[source]] if source in positions else ()
+            writes_outside |= not numbers
+            for number in numbers:
                 writes[number].append(position)
     temporary = [each.temporary for each in calls]
-    return GraphProfile(nodes, storages, of_node, temporary, [each.seconds for each in calls], writes)
+    seconds = [each.seconds for each in calls]
+    return GraphProfile(nodes, storages, of_node, temporary, seconds, writes, writes_outside)
 
 
 class _KernelCosts(TorchDispatchMode):

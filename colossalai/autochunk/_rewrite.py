@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from colossalai.autochunk._flow import Walk, follow
 from colossalai.autochunk._loop import ChunkLoop, ChunkOutput
 from colossalai.autochunk._profile import GraphProfile
-from colossalai.autochunk._rules import ChunkCut, input_cuts, input_nodes, needs_length, sized_call
+from colossalai.autochunk._rules import ChunkCut, input_cuts, input_nodes, is_cheap, needs_length, sized_call
 from colossalai.autochunk._search import RegionChoice
 
 
@@ -25,11 +25,13 @@ class GraphRewriter:
     Args:
         graph: The traced graph.
         profile: Its profile.
+        inplace: Whether outputs of regions take the memory of inputs.
     """
 
-    def __init__(self, graph: fx.Graph, profile: GraphProfile) -> None:
+    def __init__(self, graph: fx.Graph, profile: GraphProfile, *, inplace: bool) -> None:
         self._traced = graph
         self._profile = profile
+        self._inplace = inplace
         self._bodies: dict[Any, fx.GraphModule] = {}  # of repeated blocks, by identity
         self._graph = fx.Graph()
         self._new: dict[fx.Node, fx.Node] = {}
@@ -74,6 +76,10 @@ class GraphRewriter:
             self._bodies[identity or name] = module
         positions = sorted(walk.outputs)
         outputs = [_output(self._profile.nodes[each].meta["val"], walk.outputs[each]) for each in positions]
+        replaced = {}
+        for output, position in walk.replaceable().items() if self._inplace else ():
+            source = self._profile.nodes[position]
+            replaced[positions.index(output)] = inputs.index((source, walk.outputs[output]))
         result = self._graph.call_module(name, tuple(self._new[source] for source, _ in inputs))
         for number, position in enumerate(positions):
             node = self._profile.nodes[position]
@@ -88,7 +94,8 @@ class GraphRewriter:
             extent=walk.extent,
             size=region.size,
             takes_length=body.takes_length,
-            identity=identity and (identity, region.size),
+            replaced=replaced,
+            identity=identity and (identity, region.size, tuple(replaced.items())),
         )
 
 
@@ -108,6 +115,7 @@ class _Body:
     def __init__(self, profile: GraphProfile, walk: Walk) -> None:
         self._chunked = {profile.nodes[position]: cut for position, cut in sorted(walk.cuts.items())}
         self._outputs = [profile.nodes[position] for position in sorted(walk.outputs)]
+        self._cheap = {node for node in self._chunked if is_cheap(node) and _is_final(profile, node)}
         self._parts: dict[fx.Node, Sequence[ChunkCut | None]] = {}
         numbers: dict[tuple[fx.Node, ChunkCut | None], int] = {}
         pattern: list[int | None] = []
@@ -131,6 +139,7 @@ class _Body:
         }
         length = body.placeholder("length") if self.takes_length else None
         new: dict[fx.Node, fx.Node] = {}
+        merged: dict[str, fx.Node] = {}
         for node, cut in self._chunked.items():
             cuts = self._parts[node]
             order = iter(cuts)
@@ -141,9 +150,17 @@ class _Body:
 
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), mapped)
             target, args = sized_call(node, tuple(args), cut, cuts, length)
-            new[node] = body.create_node("call_function", target, args, kwargs, name=node.name)
+            key = f"{target} {args} {kwargs}" if node in self._cheap else node.name
+            if key not in merged:  # see [Note: results that are computed again]
+                merged[key] = body.create_node("call_function", target, args, kwargs, name=node.name)
+            new[node] = merged[key]
         body.output(tuple(new[each] for each in self._outputs))
         return body
+
+
+def _is_final(profile: GraphProfile, node: fx.Node) -> bool:
+    """Return whether nothing writes into the result of an operation."""
+    return not any(number in profile.writes for number in profile.of_node[profile.positions[node]])
 
 
 def _output(whole: Tensor, cut: ChunkCut) -> ChunkOutput:

@@ -89,6 +89,12 @@ def is_random(node: fx.Node) -> bool:
     return True
 
 
+def is_cheap(node: fx.Node) -> bool:
+    """Return whether a call takes about the time of reading its inputs, and has no effects."""
+    is_pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+    return (is_pointwise or operator_name(node) in _NORMS) and not has_effects(node)
+
+
 def has_effects(node: fx.Node) -> bool:
     """Return whether a call does more than to compute its result, and so keeps its place in the order."""
     if node.target is operator.getitem:
@@ -113,7 +119,7 @@ def _contains_write(graph: fx.Graph) -> bool:
 
 def can_be_view(node: fx.Node) -> bool:
     """Return whether the result of a call is a view or a new tensor, depending on strides."""
-    return operator_name(node) in (*_RESHAPES, "aten::contiguous")
+    return operator_name(node) in _POSSIBLE_VIEWS
 
 
 def changed_arguments(node: fx.Node) -> list[fx.Node]:
@@ -446,6 +452,12 @@ def _factory(node: fx.Node, cut: ChunkCut) -> ChunkCuts:
     return [None] * len(input_nodes(node))
 
 
+_POSSIBLE_VIEWS = (
+    *("aten::contiguous", "aten::to", "aten::reshape", "aten::reshape_as", "aten::ravel", "aten::flatten"),
+    *("aten::unflatten", "aten::view", "aten::_unsafe_view", "aten::resolve_conj", "aten::resolve_neg"),
+    *("aten::squeeze", "aten::unsqueeze", "aten::type_as"),
+)
+_NORMS = ("aten::layer_norm", "aten::rms_norm", "aten::group_norm")
 _RESHAPES = (
     *("aten::view", "aten::reshape", "aten::_unsafe_view", "aten::flatten", "aten::unflatten"),
     *("aten::squeeze", "aten::unsqueeze"),

@@ -52,14 +52,16 @@ class RegionSearch:
 
     Args:
         profile: The profile of the graph.
+        inplace: Whether outputs of regions take the memory of inputs.
 
     Attributes:
         excess: Bytes that the estimate of a region lacks, by its window and its number there.
     """
 
-    def __init__(self, profile: GraphProfile) -> None:
+    def __init__(self, profile: GraphProfile, *, inplace: bool) -> None:
         self.excess: dict[bytes, dict[int, int]] = {}
         self._profile = profile
+        self._inplace = inplace
         self._windows = _windows(profile)
         self._found: dict[bytes, Candidates] = {}
 
@@ -123,7 +125,7 @@ class RegionSearch:
         """Return the regions with a last operation; those of repeated blocks are found once."""
         window = self._window(last)
         if window not in self._found:
-            self._found[window] = candidates_of(self._profile, last)
+            self._found[window] = candidates_of(self._profile, last, inplace=self._inplace)
         return self._found[window]
 
     def _fixed(self, found: Candidates, last: int) -> np.ndarray:

@@ -1,14 +1,18 @@
 """Traces of models: the operations that `torch.export` records, and the arguments of the recorded call."""
 
+import functools
+import gc
 import inspect
 import io
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
@@ -139,7 +143,9 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> G
         exported = _export(model, args, kwargs)
     finally:
         hook.remove()
-    module = exported.module(check_guards=False)
+        _clear_caches_of_fake_tensors()
+    with quiet_attempt():
+        module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     _remove_unused(module.graph)
     return GraphTrace(module, None if functions is None else tuple(functions))
@@ -165,8 +171,9 @@ def _export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         reason = next(iter(str(error).strip().splitlines()), "")
         raise ValueError(
             f"{type(model).__name__} cannot be traced by torch.export, because of a {type(error).__name__}: "
-            f"{reason}; change the arguments (use_cache=False for a model that returns a cache), or chunk "
-            "the part of the model that has the large activations"
+            f"{reason}; change the arguments (use_cache=False for a model that returns a cache), call the "
+            "model once before (if its forward creates buffers), or chunk the part of the model that has the "
+            "large activations"
         ) from error
 
 
@@ -191,6 +198,25 @@ def _kept_tensors(model: nn.Module) -> Iterator[None]:
                     now.update(then)  # type: ignore[arg-type]  # of one kind
     if changed:
         raise ValueError(f"its forward replaces {', '.join(changed)}: call the model once before autochunk")
+
+
+def _clear_caches_of_fake_tensors() -> None:
+    """Clear each `functools.cache` with a fake tensor, which later calls of the model would receive."""
+
+    def refers(value: Any, depth: int) -> bool:
+        if type(value) is FakeTensor:
+            return True
+        if depth == 0 or type(value) in (FunctionType, ModuleType, type):
+            return False
+        return any(refers(each, depth - 1) for each in gc.get_referents(value))
+
+    for each in gc.get_objects():
+        # `isinstance` would call properties of other objects.
+        if type(each) is not functools._lru_cache_wrapper or not each.cache_info().currsize:
+            continue
+        # A dict of results, or the results of a cache of limited size; a result can be an object.
+        if any(refers(value, 3) for value in gc.get_referents(each) if value is not each.__dict__):
+            each.cache_clear()
 
 
 def _remove_unused(graph: fx.Graph) -> None:

@@ -266,6 +266,11 @@ def all_to_all_forward_all_to_all_backward_async(
     def backward(grad: torch.Tensor) -> Pending:
         return all_to_all(grad, axis, split_dim=gather_dim, gather_dim=split_dim, async_op=True)
 
+    if torch.compiler.is_exporting():
+        whole = all_to_all_forward_all_to_all_backward(
+            tensor, axis, split_dim=split_dim, gather_dim=gather_dim
+        )
+        return TensorInFlight(whole, None)
     return _start(tensor, axis, forward, backward)
 
 
@@ -278,6 +283,8 @@ def gather_forward_scatter_backward_async(tensor: torch.Tensor, axis: Axis, dim:
     def backward(grad: torch.Tensor) -> Pending:
         return reduce_scatter(grad, dim, axis, async_op=True)
 
+    if torch.compiler.is_exporting():
+        return TensorInFlight(gather_forward_scatter_backward(tensor, axis, dim), None)
     return _start(tensor, axis, forward, backward)
 
 

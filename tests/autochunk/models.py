@@ -1,11 +1,17 @@
 """Small models and their arguments for tests of AutoChunk, in float64."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
+from colossalai.autochunk import _autochunk
+from colossalai.autochunk._trace import GraphTrace
+from colossalai.model_zoo.evoformer import Evoformer
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from colossalai.model_zoo.vit import ViT, ViTConfig
 
@@ -69,6 +75,69 @@ def gpt2(attention: str) -> tuple[nn.Module, Mapping[str, Any]]:
     return GPT2LMHeadModel(config), {"input_ids": torch.randint(0, 40, (2, 96)), "use_cache": False}
 
 
+def evoformer() -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return an Evoformer, and its arguments."""
+    heads = {"msa_heads": 2, "msa_head_dim": 8, "pair_heads": 2, "pair_head_dim": 4}
+    model = Evoformer(c_m=16, c_z=8, num_blocks=1, outer_dim=8, triangle_dim=8, **heads)
+    exists = torch.arange(12) < 10
+    return model, {
+        "msa": random(1, 8, 12, 16),
+        "pair": random(1, 12, 12, 8),
+        "msa_mask": exists.expand(1, 8, 12),
+        "pair_mask": (exists & exists[:, None])[None],
+    }
+
+
+def esmfold_trunk() -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return the trunk of ESMFold, with its structure module, and its arguments."""
+    from transformers.models.esm.configuration_esm import StructureModuleConfig, TrunkConfig
+    from transformers.models.esm.modeling_esmfold import EsmFoldingTrunk
+
+    structure = StructureModuleConfig(
+        **{"sequence_dim": 32, "pairwise_dim": 16, "ipa_dim": 4, "resnet_dim": 16, "num_heads_ipa": 2},
+        **{"num_qk_points": 2, "num_v_points": 2, "num_blocks": 1, "num_resnet_blocks": 1},
+    )
+    config = TrunkConfig(
+        **{"num_blocks": 1, "sequence_state_dim": 32, "pairwise_state_dim": 16},
+        **{"sequence_head_width": 8, "pairwise_head_width": 4},
+        structure_module=structure,
+    )
+    model, length = EsmFoldingTrunk(config).double(), 12
+    arguments = {
+        "seq_feats": random(1, length, 32),
+        "pair_feats": random(1, length, length, 16),
+        "true_aa": torch.randint(0, 20, (1, length)),
+        "residx": torch.arange(length)[None],
+        "mask": (torch.arange(length) < 10).double()[None],
+        "no_recycles": 0,
+    }
+    with torch.no_grad():
+        model.eval()(**arguments)  # registers buffers
+    return model, arguments
+
+
+def unet() -> tuple[nn.Module, Mapping[str, Any]]:
+    """Return the U-Net of diffusers, and its arguments."""
+    from diffusers import UNet2DConditionModel
+
+    model = UNet2DConditionModel(
+        sample_size=16,
+        block_out_channels=(16, 32),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        norm_num_groups=8,
+    )
+    return model, {
+        "sample": random(1, 4, 16, 16),
+        "timestep": torch.tensor(3),
+        "encoder_hidden_states": random(1, 7, 16),
+        "return_dict": False,
+    }
+
+
 def random(*shape: int) -> Tensor:
     """Return random numbers in float64."""
     return torch.randn(shape, dtype=torch.float64)
@@ -80,6 +149,9 @@ MODELS: Mapping[str, Callable[[], tuple[nn.Module, Mapping[str, Any]]]] = {
     "vit": vit,
     "gpt2-eager": lambda: gpt2("eager"),
     "gpt2-sdpa": lambda: gpt2("sdpa"),
+    "evoformer": evoformer,
+    "esmfold": esmfold_trunk,
+    "unet": unet,
 }
 
 
@@ -87,4 +159,22 @@ def model_of(name: str) -> tuple[nn.Module, dict[str, Any]]:
     """Return a model in evaluation mode and in float64, and its arguments by name."""
     torch.manual_seed(0)
     model, arguments = MODELS[name]()
+    for module in model.modules():  # layers whose outputs are 0 at first
+        if isinstance(module, nn.Linear) and not module.weight.any():
+            nn.init.normal_(module.weight, std=0.3)
     return model.eval().double(), dict(arguments)
+
+
+@contextmanager
+def one_trace() -> Iterator[None]:
+    """Let calls of `autochunk` within the block share one trace, which takes most of their time."""
+    original = _autochunk.trace
+    traced: list[GraphTrace] = []
+
+    def first_trace(*args: Any) -> GraphTrace:
+        traced[:] = traced or [original(*args)]
+        module = traced[0].module
+        return replace(traced[0], module=torch.fx.GraphModule(module, module.graph))
+
+    with mock.patch.object(_autochunk, "trace", first_trace):
+        yield

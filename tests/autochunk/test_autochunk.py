@@ -1,6 +1,7 @@
 """The face of AutoChunk: plans, arguments, errors."""
 
 import copy
+import functools
 import json
 import pickle
 from pathlib import Path
@@ -121,6 +122,7 @@ def test_budgets(model: nn.Module, budget: Any, num_bytes: int) -> None:
         (X, {"memory_budget": "0 GB"}, "'0 GB': give bytes above 0"),
         (X, {"memory_ratio": True}, "at most 1"),
         (X, {"plan": "plan.json"}, "read a file with ChunkPlan.load"),
+        (X, {"memory_ratio": 0.5, "inplace": "no"}, "inplace='no' must be True or False"),
         (3, {"memory_ratio": 0.5}, "it must be a tensor, a sequence"),
         ([X, X], {"memory_ratio": 0.5}, "do not fit Sequential.forward"),
         ({"y": X}, {"memory_ratio": 0.5}, "do not fit Sequential.forward"),
@@ -235,6 +237,34 @@ def test_buffers_of_a_forward() -> None:
         autochunk(model, X, memory_ratio=0.6)
     expected = model(X)
     chunked = autochunk(model, X, memory_ratio=0.6)
+    torch.testing.assert_close(chunked(X), expected, rtol=1e-10, atol=1e-10)
+
+
+@functools.lru_cache(maxsize=8)
+def positions(length: int) -> Tensor:
+    return torch.arange(length, dtype=torch.float64)
+
+
+@functools.cache
+def pair_of_positions(length: int) -> tuple[Tensor, Tensor]:
+    return torch.arange(length, dtype=torch.float64), torch.ones(length, dtype=torch.float64)
+
+
+class WithCaches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = EagerBlock()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.block(x) * positions(32) + sum(pair_of_positions(32))
+
+
+def test_cached_tensors() -> None:
+    """Caches of functions are free of fake tensors after a trace, so that the model runs as before."""
+    model = WithCaches().double()
+    chunked = autochunk(model, X, memory_ratio=0.6)
+    expected = model(X)
+    assert type(expected) is Tensor
     torch.testing.assert_close(chunked(X), expected, rtol=1e-10, atol=1e-10)
 
 

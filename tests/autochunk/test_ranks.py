@@ -7,8 +7,10 @@ import torch
 
 import colossalai
 from colossalai.autochunk import autochunk
+from colossalai.model_zoo.evoformer import Evoformer
 from colossalai.model_zoo.gpt import GPT, GPTConfig
 from tests.autochunk.models import random
+from tests.nn.live_bytes import LiveBytes
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.dist
@@ -34,6 +36,47 @@ def chunk_a_slice() -> dict[str, object]:
         "regions": [(each.last, each.size, each.extent) for each in chunked.plan.regions],
         "collectives": sum("all_reduce" in each for each in targets),
     }
+
+
+def chunk_an_evoformer(is_bfloat16: bool) -> dict[str, object]:
+    """Chunk an Evoformer in tensor mode "dap", and compare with the model."""
+    colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "dap"}}}, verbose=False)
+    torch.manual_seed(0)
+    sizes = {"msa_heads": 2, "msa_head_dim": 8, "pair_heads": 2, "pair_head_dim": 8, "triangle_dim": 8}
+    model = Evoformer(c_m=16, c_z=8, num_blocks=1, **sizes).double().eval()
+    for param in model.parameters():
+        torch.nn.init.normal_(param, std=0.3)
+    msa, pair = random(1, 16, 15, 16), random(1, 15, 15, 8)  # padded to 16 residues
+    if is_bfloat16:
+        model, msa, pair = model.bfloat16(), msa.bfloat16(), pair.bfloat16()
+    chunked = autochunk(model, (msa, pair), memory_ratio=0.4, inplace=True)
+    with torch.no_grad():
+        expected = model(msa, pair)
+        with LiveBytes(msa, pair, *model.parameters()) as live:
+            found = chunked(msa, pair)
+        error = max((x - y).abs().max().item() for x, y in zip(found, expected, strict=True))
+    targets = [str(node.target) for node in chunked.graph.nodes]
+    return {
+        "error": error,
+        "largest": max(each.abs().max().item() for each in expected),
+        "peaks": (live.peak, chunked.plan.peak, chunked.plan.memory_budget),
+        "regions": [(each.last, each.size, each.extent) for each in chunked.plan.regions],
+        "collectives": [each for each in targets if "c10d" in each and "wait" not in each],
+    }
+
+
+@pytest.mark.parametrize(
+    "is_bfloat16", [False, pytest.param(True, marks=pytest.mark.long)], ids=["float64", "bfloat16"]
+)
+def test_dynamic_axial_parallelism(is_bfloat16: bool) -> None:
+    """Each rank chunks its part, within the budget, and communicates in the same order as the others."""
+    first, second = run_ranks(chunk_an_evoformer, 2, is_bfloat16)
+    assert first == second
+    assert first["error"] < (0.05 if is_bfloat16 else 1e-12) * first["largest"]
+    live, peak, budget = first["peaks"]
+    assert live == peak <= budget
+    assert first["regions"]
+    assert len(first["collectives"]) > 5
 
 
 def test_tensor_parallelism() -> None:

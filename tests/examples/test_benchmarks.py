@@ -88,7 +88,8 @@ SMALLEST = {
         *("--residues", "8", "--sequence-dim", "32", "--pair-dim", "32", "--chunk-size", "4", *ROUNDS),
     ),
     "autochunk": (
-        *("--models", "GPT-2", "--width", "64", "--tokens", "64", "--blocks", "1", "--fractions", "0.6"),
+        *("--models", "GPT-2", "Triangle attention", "--width", "64", "--tokens", "64", "--blocks", "1"),
+        *("--fractions", "0.6", "--residues", "32", "--pair-dim", "32", "--chunk-sizes", "8"),
         *ROUNDS,
     ),
     "axial_ranks": (*("--sequences", "4", "--residues", "8", "--msa-dim", "16", "--pair-dim", "8", *ROUNDS),),

@@ -270,6 +270,12 @@ def group_of_a_user() -> None:
             layer(torch.ones(shape))
     with pytest.raises(ValueError, match="ESMFold in tensor mode 'dap'"):
         FoldingBlock(None)
+    torch.manual_seed(0)
+    for starting, shape in ((True, (1, 3, 6, 4)), (False, (1, 6, 3, 4))):
+        layer = TriangleAttention(4, 2, 4, starting=starting).double()
+        drawn(layer)
+        pair = torch.randn(shape, dtype=torch.float64)
+        torch.testing.assert_close(layer(pair, chunk_size=2), layer(pair), rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.dist

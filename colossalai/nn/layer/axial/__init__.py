@@ -2,8 +2,8 @@
 
 Activations have two axes of positions, (batch, rows, columns, dim): sequences and residues of a multiple
 sequence alignment (MSA), pairs of residues, or the height and width of a grid. Masks are True, or 1, for
-positions that exist. The layers are those of AlphaFold 2 (Jumper et al., Nature 596, 2021, supplement 1.6),
-whose algorithms their docstrings name.
+positions that exist, and False, 0, or -1 (padding) for others. The layers are those of AlphaFold 2 (Jumper et
+al., Nature 596, 2021, supplement 1.6), whose algorithms their docstrings name.
 """
 
 from colossalai.nn.layer.axial._attention import ColumnAttention as ColumnAttention

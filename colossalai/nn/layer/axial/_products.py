@@ -136,10 +136,13 @@ class TriangleMultiplication(AxialModule):
         check_shape("mask", mask, pair.shape[:-1])
         pair = self.norm(pair)
         exists = None if mask is None else existing(mask, pair.dtype).unsqueeze(-1)
-        left = _gated(pair, self.left, self.left_gate, exists).movedim(-1, 1)
-        right = _gated(pair, self.right, self.right_gate, exists).movedim(-1, 1)
-        products = _without_overflow(self._multiply, left, right)  # (batch, hidden_dim, i, j)
-        del left, right  # without autograd, their memory is free for the next layers
+        # Rows of the outgoing products need the right operand whole, columns of the incoming ones the left
+        # one. It is first, so that `autochunk` can cut the other operand together with the products.
+        layers = [(self.left, self.left_gate), (self.right, self.right_gate)]
+        order = -1 if self.outgoing else 1
+        operands = [_gated(pair, *each, exists).movedim(-1, 1) for each in layers[::order]]
+        products = _without_overflow(self._multiply, *operands[::order])  # (batch, hidden_dim, i, j)
+        del operands  # without autograd, their memory is free for the next layers
         update: Tensor = self.out(self.product_norm(products.movedim(1, -1)))
         gates: Tensor = self.gate(pair).sigmoid()
         return update * gates

@@ -6,6 +6,9 @@ rows with the rows of all ranks: blocks of one operand are shifted around a ring
 while the next one arrives. Incoming edges need sums over k, the dimension that is cut: partial sums are
 shifted, and each rank adds its part. The gradient of a shifted block is a shifted sum, and the reverse. No
 rank has a whole operand: two blocks of n^2/p at a time are enough.
+
+`torch.export` records no messages between two ranks. In its traces, the channels are cut into p panels, and
+each panel of the operand is gathered, or its partial sums are scattered: the same bytes, as much memory.
 """
 
 from typing import Any
@@ -14,7 +17,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from colossalai.communication import RingSum, outside_graphs, ring_blocks
+from colossalai.communication import (
+    RingSum,
+    gather_forward_scatter_backward,
+    outside_graphs,
+    ring_blocks,
+    scatter_forward_gather_backward,
+)
 from colossalai.context import Axis
 
 
@@ -32,7 +41,11 @@ def product_of_rows(left: Tensor, right: Tensor, axis: Axis) -> Tensor:
     Returns:
         (batch, dim, n/p, n).
     """
-    product: Tensor = outside_graphs(_ProductOfRows.apply)(*_as_autocast(left, right), axis)
+    left, right = _as_autocast(left, right)
+    if torch.compiler.is_exporting():
+        panels = zip(left.chunk(axis.size, 1), right.chunk(axis.size, 1), strict=True)
+        return torch.cat([x @ gather_forward_scatter_backward(y, axis, -2).mT for x, y in panels], 1)
+    product: Tensor = outside_graphs(_ProductOfRows.apply)(left, right, axis)
     return product
 
 
@@ -50,7 +63,13 @@ def product_over_rows(left: Tensor, right: Tensor, axis: Axis) -> Tensor:
     Returns:
         (batch, dim, n/p, n).
     """
-    product: Tensor = outside_graphs(_ProductOverRows.apply)(*_as_autocast(left, right), axis)
+    left, right = _as_autocast(left, right)
+    if torch.compiler.is_exporting():
+        exact = torch.promote_types(left.dtype, torch.float32)
+        panels = zip(left.chunk(axis.size, 1), right.chunk(axis.size, 1), strict=True)
+        sums = [scatter_forward_gather_backward((x.mT @ y).to(exact), axis, -2) for x, y in panels]
+        return torch.cat(sums, 1).to(left.dtype)
+    product: Tensor = outside_graphs(_ProductOverRows.apply)(left, right, axis)
     return product
 
 
