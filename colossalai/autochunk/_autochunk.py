@@ -1,130 +1,57 @@
 """`autochunk`: trace, profile, choice of regions, rewritten module."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, overload
 
 import torch
-from torch import Tensor, fx, nn
-from torch.utils._pytree import tree_leaves
+from torch import Tensor, nn
 
 from colossalai.autochunk._job import ChunkJob
+from colossalai.autochunk._module import ChunkedCall, ChunkedModule, DynamicChunkedModule, check_names
 from colossalai.autochunk._plan import ChunkPlan, parsed_bytes
+from colossalai.autochunk._symbolic import dynamic_dims
 from colossalai.autochunk._trace import CallSignature, flat_inputs, trace
 
-
-class ChunkedModule(fx.GraphModule):
-    """A traced model whose regions of large activations run chunk by chunk; made by `autochunk`.
-
-    Parameters and buffers are the model's own, under the same names. Calls take arguments of the traced
-    shapes and dtypes; other values than tensors are those of the trace.
-
-    Args:
-        module: Module with the parameters, buffers and loops.
-        graph: The rewritten graph.
-        plan: Its plan.
-        signature: The arguments of the trace.
-        functions: Names of autograd functions without which gradients would be wrong. None: unknown.
-        model: The model.
-    """
-
-    def __init__(
-        self,
-        module: fx.GraphModule,
-        graph: fx.Graph,
-        plan: ChunkPlan,
-        signature: CallSignature,
-        functions: tuple[str, ...] | None,
-        model: nn.Module,
-    ) -> None:
-        super().__init__(module, graph, class_name=f"Chunked{plan.model}")
-        saved = model.state_dict(keep_vars=True)
-        # `meta` is copied by deepcopy, other attributes of graph modules are not.
-        self.meta |= {
-            "plan": plan,
-            "signature": signature,
-            "functions": functions,
-            "is_training": model.training,
-            "not_saved": tuple(name for name, _ in self.named_buffers() if name not in saved),
-        }
-        self.train(model.training)
-        self._leave_out_buffers()
-
-    @property
-    def plan(self) -> ChunkPlan:
-        """The plan."""
-        plan: ChunkPlan = self.meta["plan"]
-        return plan
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the model's result.
-
-        Raises:
-            TypeError: The model does not take such arguments.
-            ValueError: The arguments differ from those of the trace in more than the values of tensors, the
-                mode (`train`, `eval`) differs, or autograd would record operations whose backward the trace
-                lacks.
-        """
-        if self.training != self.meta["is_training"]:
-            traced, now = ("train", "eval") if self.meta["is_training"] else ("eval", "train")
-            raise ValueError(
-                f"this model was chunked in the mode of {traced}() and is now in that of {now}(), which has "
-                f"other dropouts and normalizations: call {traced}(), or autochunk in this mode"
-            )
-        if torch.is_grad_enabled() and self.meta["functions"] != ():
-            self._refuse_gradients((args, kwargs))
-        signature: CallSignature = self.meta["signature"]
-        args, kwargs = signature.arranged(args, kwargs)
-        return super().__call__(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> "ChunkedModule":
-        """Return a copy with its own parameters."""
-        other: Any = super().__deepcopy__(memo)
-        other._leave_out_buffers()
-        return other  # type: ignore[no-any-return]
-
-    def __reduce__(self) -> Any:
-        """Refuse to be pickled: the arguments' structure and the plan would be lost.
-
-        Raises:
-            TypeError: `self` is pickled.
-        """
-        raise TypeError(
-            "a chunked model cannot be pickled: save its state_dict() and its plan (chunked.plan.save), and "
-            "call autochunk(model, inputs, plan=ChunkPlan.load(...))"
-        )
-
-    def _leave_out_buffers(self) -> None:
-        """Leave the buffers that the model does not save out of the state dict."""
-        for name in self.meta["not_saved"]:
-            owner, _, leaf = name.rpartition(".")
-            self.get_submodule(owner)._non_persistent_buffers_set.add(leaf)
-
-    def _refuse_gradients(self, arguments: Any) -> None:
-        """Refuse a call that needs the backward of functions that the trace lacks."""
-        tensors = [*self.parameters(), *(each for each in tree_leaves(arguments) if isinstance(each, Tensor))]
-        if not any(each.requires_grad for each in tensors):
-            return
-        functions: tuple[str, ...] | None = self.meta["functions"]
-        if functions is None:
-            raise ValueError(
-                "the model writes into its arguments or parameters, and its chunked form has no gradients: "
-                "call it under torch.no_grad()"
-            )
-        raise ValueError(
-            f"the model has autograd functions with a backward of their own ({', '.join(functions)}), which "
-            "a chunked model lacks: call it under torch.no_grad(), or chunk a part without them"
-        )
+Examples = Tensor | Sequence[Any] | Mapping[str, Any]
 
 
+@overload
 def autochunk(
     model: nn.Module,
-    example_inputs: Tensor | Sequence[Any] | Mapping[str, Any],
+    example_inputs: Examples,
     memory_budget: int | float | str | None = None,
     *,
     memory_ratio: float | None = None,
     plan: ChunkPlan | None = None,
     inplace: bool = False,
-) -> ChunkedModule:
+    dynamic_shapes: None = None,
+) -> ChunkedModule: ...
+
+
+@overload
+def autochunk(
+    model: nn.Module,
+    example_inputs: Examples,
+    memory_budget: int | float | str | None = None,
+    *,
+    memory_ratio: float | None = None,
+    plan: ChunkPlan | None = None,
+    inplace: bool = False,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any],
+) -> DynamicChunkedModule: ...
+
+
+def autochunk(
+    model: nn.Module,
+    example_inputs: Examples,
+    memory_budget: int | float | str | None = None,
+    *,
+    memory_ratio: float | None = None,
+    plan: ChunkPlan | None = None,
+    inplace: bool = False,
+    dynamic_shapes: Mapping[str, Any] | Sequence[Any] | None = None,
+) -> ChunkedModule | DynamicChunkedModule:
     """Return a module that computes the same with less memory for activations.
 
     The model is traced without being run. Source: AutoChunk (https://arxiv.org/abs/2401.10652).
@@ -141,47 +68,71 @@ def autochunk(
         inplace: Whether a region's output can take the memory of an input that no operation reads later, of
             the same shape and cut. Arguments and parameters do not change. With gradients enabled, outputs
             are new tensors, beyond the budget.
+        dynamic_shapes: Lengths that change, as `torch.export.export` takes them, such as
+            `{"input_ids": {1: torch.export.Dim("seq", max=4096)}}`; an argument without an entry is static.
+            The budget in bytes is the same for all lengths. Lengths are 2 or more.
 
     Raises:
-        ValueError: The model cannot be traced, no plan fits into the budget (the message has the smallest
-            one), `plan` belongs to another model or other shapes, or an argument is wrong.
+        ValueError: The model cannot be traced (with these `dynamic_shapes`), no plan fits into the budget
+            (the message has the smallest one), `plan` belongs to another model or other shapes, or an
+            argument is wrong.
     """
-    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
-        raise ValueError(f"autochunk takes an eager torch.nn.Module, not {model!r:.80}")
-    if isinstance(model, ChunkedModule):
-        raise ValueError("the model is the result of autochunk already: pass the original model")
+    _check_model(model)
     if sum(each is not None for each in (memory_budget, memory_ratio, plan)) != 1:
         raise ValueError("autochunk takes exactly one of memory_budget, memory_ratio and plan")
-    if not isinstance(inplace, bool):
-        raise ValueError(f"inplace={inplace!r:.80} must be True or False")
-    if plan is not None:
-        _check_plan(plan, inplace=inplace)
-    if memory_ratio is not None and not _is_fraction(memory_ratio):
-        raise ValueError(f"memory_ratio={memory_ratio!r} must be above 0 and at most 1")
+    _check_options(memory_ratio, plan, inplace)
     budget = None if memory_budget is None else parsed_bytes(memory_budget)
     signature = CallSignature.of(model, *_arguments(example_inputs))
     args, kwargs = signature.arranged(*_arguments(example_inputs))
-    traced = trace(model, args, kwargs)
+    dims = None
+    if dynamic_shapes is not None:
+        found = dynamic_dims(signature.named(args, kwargs), dynamic_shapes)
+        dims = dict(zip(signature.ordered_leaves(args, kwargs), found, strict=True))
+    traced = trace(model, args, kwargs, dims)
     inplace = inplace if plan is None else plan.inplace
-    job = ChunkJob(type(model).__name__, traced.module, flat_inputs(args, kwargs), inplace=inplace)
+    inputs = flat_inputs(args, kwargs)
+    job = ChunkJob(type(model).__name__, traced.module, traced.module.graph, inputs, inplace=inplace)
     if plan is not None:
         chunked, made = job.apply(plan)
     else:
         chunked, made = job.search(budget or max(1, int(job.unchunked_peak * (memory_ratio or 1))))
-    graph, loops = chunked
-    for node in graph.nodes:
-        node.meta.pop("val", None)  # fake tensors
-    for name, loop in loops.items():
-        traced.module.add_module(name, loop)
-    return ChunkedModule(traced.module, graph, made, signature, traced.functions, model)
+    call = ChunkedCall(signature, traced.functions, model.training)
+    if traced.symbolic is None:
+        return ChunkedModule(traced.module, chunked, made, call, model)
+    call = replace(call, signature=signature.with_lengths(args, kwargs, traced.symbolic.names))
+    return DynamicChunkedModule(
+        traced.module, (chunked, made), call, model, symbolic=traced.symbolic, inputs=inputs
+    )
 
 
-def _check_plan(plan: Any, *, inplace: bool) -> None:
-    """Raise an error for a plan that is not one, or that has no outputs in place although they are wanted.
+def _check_model(model: Any) -> None:
+    """Refuse a model that is not an eager one.
 
     Raises:
-        ValueError: `plan` is not a plan, or `inplace` is True and the plan's is not.
+        ValueError: `model` is not a module, is a chunked one, or has names of those of a chunked one.
     """
+    if not isinstance(model, nn.Module) or isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(f"autochunk takes an eager torch.nn.Module, not {model!r:.80}")
+    if isinstance(model, ChunkedModule | DynamicChunkedModule):
+        raise ValueError("the model is the result of autochunk already: pass the original model")
+    check_names(model)
+    for name, each in model.named_modules():
+        if isinstance(each, DynamicChunkedModule):
+            raise ValueError(f"{name} of the model is a result of autochunk already: pass the original model")
+
+
+def _check_options(memory_ratio: Any, plan: Any, inplace: Any) -> None:
+    """Refuse options of other types or values.
+
+    Raises:
+        ValueError: An option is wrong, or `inplace` is True and the plan's is not.
+    """
+    if not isinstance(inplace, bool):
+        raise ValueError(f"inplace={inplace!r:.80} must be True or False")
+    if memory_ratio is not None and not _is_fraction(memory_ratio):
+        raise ValueError(f"memory_ratio={memory_ratio!r} must be above 0 and at most 1")
+    if plan is None:
+        return
     if not isinstance(plan, ChunkPlan):
         raise ValueError(f"plan={plan!r:.80} is not a ChunkPlan: read a file with ChunkPlan.load")
     if inplace and not plan.inplace:

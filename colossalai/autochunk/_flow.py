@@ -17,8 +17,9 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, fx
 
+from colossalai.autochunk._calls import can_be_view, has_effects, input_nodes, shape_of
 from colossalai.autochunk._profile import GraphProfile
-from colossalai.autochunk._rules import ChunkCut, can_be_view, has_effects, input_cuts, input_nodes, shape_of
+from colossalai.autochunk._rules import ChunkCut, input_cuts
 
 MOST_OPERATIONS = 128
 """Length of the longest region that the search considers."""

@@ -5,15 +5,15 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
+from colossalai.autochunk._calls import has_effects, shape_of
 from colossalai.autochunk._flow import MOST_OPERATIONS, follow
 from colossalai.autochunk._loop import ChunkLoop
 from colossalai.autochunk._plan import ChunkPlan, ChunkRegion, common_module, digest_of
 from colossalai.autochunk._profile import GraphProfile, GraphProfiler
 from colossalai.autochunk._recompute import with_recomputation
 from colossalai.autochunk._rewrite import GraphRewriter, loop_name
-from colossalai.autochunk._rules import has_effects, shape_of
 from colossalai.autochunk._search import RegionChoice, RegionSearch
 from colossalai.autochunk._trace import module_of
 from colossalai.runtime.memory import bytes_text
@@ -21,7 +21,7 @@ from colossalai.runtime.memory import bytes_text
 _MOST_REPEATS = 20
 
 ChunkedGraph = tuple[fx.Graph, Mapping[str, ChunkLoop]]
-"""A rewritten graph and its loops."""
+"""A rewritten graph, and its loops by the names of their modules."""
 
 
 class ChunkJob:
@@ -29,7 +29,8 @@ class ChunkJob:
 
     Args:
         model: Name of its class.
-        traced: Its trace.
+        root: Module with the attributes of the graph.
+        traced: Graph of its trace.
         inputs: Flat arguments of the trace.
         inplace: Whether outputs of regions take the memory of inputs.
 
@@ -38,16 +39,16 @@ class ChunkJob:
     """
 
     def __init__(
-        self, model: str, traced: fx.GraphModule, inputs: Sequence[Any], *, inplace: bool = False
+        self, model: str, root: nn.Module, traced: fx.Graph, inputs: Sequence[Any], *, inplace: bool
     ) -> None:
         self._model = model
-        self._traced = traced.graph
+        self._traced = traced
         self._inplace = inplace
         self._is_recomputed = False
-        self._profiler = GraphProfiler(traced, inputs)
-        self._profile = self._profiler.profile(traced.graph)
-        self._rewriter = GraphRewriter(traced.graph, self._profile, inplace=inplace)
-        self._digest = digest_of(traced.graph)
+        self._profiler = GraphProfiler(root, inputs)
+        self._profile = self._profiler.profile(traced)
+        self._rewriter = GraphRewriter(traced, self._profile, inplace=inplace)
+        self._digest = digest_of(traced)
         self._seconds = sum(self._profile.seconds)
         self.unchunked_peak = self._profile.peak
 

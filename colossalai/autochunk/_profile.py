@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -25,8 +25,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.flop_counter import flop_registry
 
+from colossalai.autochunk._calls import can_be_view, changed_arguments, input_nodes
 from colossalai.autochunk._loop import ChunkLoop
-from colossalai.autochunk._rules import can_be_view, changed_arguments, input_nodes
 
 FLOPS_PER_SECOND = (
     5e10  # floating-point operations per second, of two cores; with the others, the order of costs
@@ -179,7 +179,7 @@ class GraphProfiler:
         inputs: Flat arguments of the graphs; tensors are replaced by fake ones.
     """
 
-    def __init__(self, root: fx.GraphModule, inputs: Sequence[Any]) -> None:
+    def __init__(self, root: nn.Module, inputs: Sequence[Any]) -> None:
         self._root = root
         self._inputs = inputs
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -230,6 +230,10 @@ class GraphProfiler:
             raise ValueError(
                 f"the shape of {node.name} ({node.target}) depends on values, so its memory is unknown: "
                 "chunk a part of the model without it"
+            ) from error
+        except NotImplementedError as error:
+            raise ValueError(
+                f"the memory of {node.name} ({node.target}) is unknown: chunk a part of the model without it"
             ) from error
 
     def _cached(self, identity: Any, args: Any, kwargs: Any, run: Callable[[], Any]) -> _Call:

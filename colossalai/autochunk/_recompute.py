@@ -11,8 +11,8 @@ from copy import copy
 
 from torch import Tensor, fx
 
+from colossalai.autochunk._calls import is_cheap
 from colossalai.autochunk._profile import GraphProfile
-from colossalai.autochunk._rules import is_cheap
 
 
 def with_recomputation(graph: fx.Graph, profile: GraphProfile) -> fx.Graph:

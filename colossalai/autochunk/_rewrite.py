@@ -7,10 +7,11 @@ from typing import Any
 
 from torch import Tensor, fx
 
+from colossalai.autochunk._calls import input_nodes, is_cheap
 from colossalai.autochunk._flow import Walk, follow
 from colossalai.autochunk._loop import ChunkLoop, ChunkOutput
 from colossalai.autochunk._profile import GraphProfile
-from colossalai.autochunk._rules import ChunkCut, input_cuts, input_nodes, is_cheap, needs_length, sized_call
+from colossalai.autochunk._rules import ChunkCut, input_cuts, needs_length, sized_call
 from colossalai.autochunk._search import RegionChoice
 
 

@@ -219,7 +219,10 @@ def _signature(profile: GraphProfile, position: int, node: fx.Node) -> Any:
         profile.temporary[position],
         position in profile.own_writes,
         tuple(
-            tuple(min(at - position, MOST_OPERATIONS) for at in profile.writes.get(number, ()))
+            (
+                number in profile.copied_and_written,
+                *(min(at - position, MOST_OPERATIONS) for at in profile.writes.get(number, ())),
+            )
             for number in profile.of_node[position]
         ),
         tuple(

@@ -4,9 +4,10 @@ import functools
 import gc
 import inspect
 import io
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stderr
-from dataclasses import dataclass
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, replace
 from types import FunctionType, ModuleType
 from typing import Any
 
@@ -17,8 +18,12 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_leaves, tree_map_only
 
 from colossalai.auto_parallel.trace import quiet_attempt
-from colossalai.autochunk._rules import has_effects
+from colossalai.autochunk._calls import has_effects
+from colossalai.autochunk._symbolic import SymbolicGraph, TensorDims, first_difference, name_of
+from colossalai.logging import get_dist_logger
 
+_SIZE = re.compile(r"L\['(\w+)'\]\.size\(\)\[(\d+)\]")
+_SHAPE = r"\1.shape[\2]"
 _METADATA = "_assert_tensor_metadata"  # checks of dtypes; the arguments are compared instead
 
 
@@ -29,11 +34,15 @@ class CallSignature:
     Attributes:
         signature: Signature of the model's `forward`.
         leaves: Description of each tensor, and of each other value, by its path in the bound arguments.
+        lengths: Names of the dimensions that change, by the path of the leaf.
+        num_positional: Number of arguments that the model is passed by position.
         autocast: Dtypes of the surrounding autocast, by type of device.
     """
 
     signature: inspect.Signature
     leaves: Mapping[str, str]
+    lengths: Mapping[str, Mapping[int, str]]
+    num_positional: int
     autocast: Mapping[str, torch.dtype]
 
     @classmethod
@@ -49,7 +58,16 @@ class CallSignature:
         except TypeError as error:
             name = type(model).__name__
             raise ValueError(f"example_inputs do not fit {name}.forward{signature}: {error}") from error
-        return cls(signature, _leaves(arguments), _autocast())
+        kinds = [each.kind for each in signature.parameters.values()]
+        num_positional = max(len(args), kinds.count(inspect.Parameter.POSITIONAL_ONLY))
+        return cls(signature, _described_leaves(arguments, {}), {}, num_positional, _autocast())
+
+    def with_lengths(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], lengths: Mapping[str, Mapping[int, str]]
+    ) -> "CallSignature":
+        """Return the signature with dimensions that change, by the path of the leaf."""
+        arguments = _bound(self.signature, args, kwargs).arguments
+        return replace(self, leaves=_described_leaves(arguments, lengths), lengths=lengths)
 
     def arranged(
         self, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -62,21 +80,42 @@ class CallSignature:
                 the surrounding autocast differs.
         """
         bound = _bound(self.signature, args, kwargs)
-        found = _leaves(bound.arguments)
+        found = _described_leaves(bound.arguments, self.lengths)
         for path in [*self.leaves, *found]:
             expected, passed = self.leaves.get(path, "nothing"), found.get(path, "nothing")
             if expected != passed:
-                name = path.replace("'", "").strip("[]").replace("][", ".")
+                passed = _described_leaves(bound.arguments, {}).get(path, "nothing")
                 raise ValueError(
-                    f"this model was chunked for {name} = {expected}, but the call passes {passed}: call "
-                    "autochunk with such arguments"
+                    f"this model was chunked for {name_of(path)} = {expected}, but the call passes {passed}: "
+                    "call autochunk with such arguments"
                 )
         if (autocast := _autocast()) != self.autocast:
             raise ValueError(
                 f"this model was chunked under autocast to {self.autocast or 'nothing'}, but is called under "
                 f"{autocast or 'none'}: call autochunk in the same context"
             )
-        return bound.args, bound.kwargs
+        parameters = self.signature.parameters.values()
+        has_rest = any(bound.arguments[each.name] for each in parameters if each.kind is each.VAR_POSITIONAL)
+        if has_rest or len(bound.args) <= self.num_positional:
+            return bound.args, bound.kwargs
+        # As in the example: decorators around a `forward` can take options by name only.
+        named = dict(zip(self.signature.parameters, bound.args, strict=False))
+        by_name = {name: named[name] for name in list(named)[self.num_positional :]}
+        return bound.args[: self.num_positional], {**by_name, **bound.kwargs}
+
+    def named(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments of a call by name."""
+        arguments = dict(_bound(self.signature, args, kwargs).arguments)
+        for each in self.signature.parameters.values():
+            if each.kind is each.VAR_KEYWORD:
+                arguments |= arguments.pop(each.name)
+        return arguments
+
+    def ordered_leaves(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the leaves of the arguments of a call by path, in the order of the trace."""
+        found, _ = tree_flatten_with_path(dict(_bound(self.signature, args, kwargs).arguments))
+        by_path = {keystr(path): leaf for path, leaf in found}
+        return {path: by_path[path] for path in self.leaves}
 
 
 def _bound(
@@ -95,15 +134,25 @@ def _autocast() -> dict[str, torch.dtype]:
     return {kind: torch.get_autocast_dtype(kind) for kind in kinds if torch.is_autocast_enabled(kind)}
 
 
-def _leaves(arguments: Mapping[str, Any]) -> dict[str, str]:
-    """Return a description of each leaf of bound arguments, by its path."""
+def _described_leaves(
+    arguments: Mapping[str, Any], lengths: Mapping[str, Mapping[int, str]]
+) -> dict[str, str]:
+    """Return a description of each leaf of bound arguments, by its path.
+
+    Args:
+        arguments: Arguments by name.
+        lengths: Names of the dimensions that change, by the path of the leaf.
+    """
     found, _ = tree_flatten_with_path(dict(arguments))
-    return {keystr(path): _described(leaf) for path, leaf in found}
+    paths = {keystr(path): leaf for path, leaf in found}
+    return {path: _described(leaf, lengths.get(path, {})) for path, leaf in paths.items()}
 
 
-def _described(leaf: Any) -> str:
+def _described(leaf: Any, lengths: Mapping[int, str]) -> str:
     if isinstance(leaf, Tensor):
-        return f"a tensor of shape {tuple(leaf.shape)} and {leaf.dtype}"
+        shape = [lengths.get(dim, str(extent)) for dim, extent in enumerate(leaf.shape)]
+        layout = "" if leaf.layout is torch.strided else f" and {leaf.layout}"
+        return f"a tensor of shape ({', '.join(shape)}{',' * (len(shape) == 1)}) and {leaf.dtype}{layout}"
     return f"{leaf!r:.80}"
 
 
@@ -115,18 +164,33 @@ class GraphTrace:
         module: The operations, with the parameters of the model.
         functions: Names of the model's own autograd functions, whose backward the trace lacks. None: unknown,
             since the model writes into arguments or parameters.
+        symbolic: The graph of the module with symbolic lengths; None if all lengths are static.
     """
 
     module: fx.GraphModule
     functions: tuple[str, ...] | None
+    symbolic: SymbolicGraph | None = None
 
 
-def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GraphTrace:
+@torch.inference_mode(False)
+def trace(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dims: Mapping[str, TensorDims] | None = None,
+) -> GraphTrace:
     """Return the operations of a call of a model, without a run.
+
+    Args:
+        model: The model.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        dims: Dimensions that change, by the path of the leaf of the arguments; None: all lengths are static.
 
     Raises:
         ValueError: `model` cannot be exported.
     """
+    args, kwargs = tree_map_only(Tensor, _normal_tensor, (tuple(args), dict(kwargs)))
     functions: list[str] | None = None
 
     def inspect_outputs(module: nn.Module, args: Any, outputs: Any) -> None:
@@ -148,10 +212,79 @@ def trace(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> G
         module = exported.module(check_guards=False)
     assert isinstance(module, fx.GraphModule)
     _remove_unused(module.graph)
-    return GraphTrace(module, None if functions is None else tuple(functions))
+    traced = GraphTrace(module, None if functions is None else tuple(functions))
+    return traced if dims is None else replace(traced, symbolic=_symbolic(model, args, kwargs, dims, traced))
 
 
-def _export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.export.ExportedProgram:
+def _symbolic(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dims: Mapping[str, TensorDims],
+    traced: GraphTrace,
+) -> SymbolicGraph:
+    """Return the graph with symbolic lengths.
+
+    Args:
+        model: The model.
+        args: Positional arguments.
+        kwargs: Named arguments.
+        dims: Dimensions that change, by the path of the leaf of the arguments.
+        traced: The trace with static lengths.
+
+    Raises:
+        ValueError: `model` cannot be exported with these lengths, or is another one then.
+    """
+    leaves = flat_inputs(args, kwargs)
+    args, kwargs = tree_map_only(Tensor, Tensor.detach, (args, kwargs))  # each argument has its own dims
+    is_differentiable = traced.functions is not None
+    context = _all_differentiable(model, args, kwargs) if is_differentiable else nullcontext((args, kwargs))
+    try:
+        with context as (own_args, own_kwargs), _named_arguments(model, kwargs):
+            exported = _export(model, own_args, own_kwargs, list(dims.values()))
+    finally:
+        _clear_caches_of_fake_tensors()
+    with quiet_attempt():
+        module = exported.module(check_guards=True)
+    assert isinstance(module, fx.GraphModule)
+    _remove_unused(module.graph)
+    symbolic = SymbolicGraph.of(module, traced.module.graph, exported.range_constraints, dims)
+    if (difference := first_difference(traced.module.graph, symbolic.at(leaves))) is not None:
+        raise ValueError(
+            f"{type(model).__name__} has other operations if lengths are symbols, as a model that reads the "
+            "type or the text of a length, or has torch.tensor(length): call autochunk for each length, "
+            f"without dynamic_shapes (the first difference is {difference})"
+        )
+    _check_lengths(symbolic, dims, type(model).__name__)
+    return symbolic
+
+
+def _check_lengths(symbolic: SymbolicGraph, dims: Mapping[str, TensorDims], name: str) -> None:
+    """Warn of lengths that operations of a model fix, as `Dim.AUTO` allows.
+
+    Raises:
+        ValueError: All lengths are fixed.
+    """
+    names = symbolic.names
+    fixed = [
+        f"{name_of(path)}.shape[{dim}]"
+        for path, of_tensor in dims.items()
+        for dim in of_tensor
+        if dim not in names.get(path, {})
+    ]
+    message = f"operations of {name} fix lengths of dynamic_shapes: {', '.join(fixed)}"
+    if not names:
+        raise ValueError(f"{message}: call autochunk without dynamic_shapes")
+    if fixed:
+        get_dist_logger().warning(message)
+
+
+def _export(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    dims: Sequence[TensorDims] | None = None,
+) -> torch.export.ExportedProgram:
     """Return the exported model.
 
     Raises:
@@ -166,15 +299,72 @@ def _export(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             torch.enable_grad(),
             _kept_tensors(model),
         ):
-            return torch.export.export(model, tuple(args), dict(kwargs), strict=False)
+            shapes = None if dims is None else _dynamic_shapes(model, args, kwargs, dims)
+            return torch.export.export(model, tuple(args), dict(kwargs), dynamic_shapes=shapes, strict=False)
     except Exception as error:
-        reason = next(iter(str(error).strip().splitlines()), "")
+        lengths = " with these lengths" if dims is not None else ""
+        reason, advice = _diagnosis(str(error), has_lengths=dims is not None)
         raise ValueError(
-            f"{type(model).__name__} cannot be traced by torch.export, because of a {type(error).__name__}: "
-            f"{reason}; change the arguments (use_cache=False for a model that returns a cache), call the "
-            "model once before (if its forward creates buffers), or chunk the part of the model that has the "
-            "large activations"
+            f"{type(model).__name__} cannot be traced by torch.export{lengths}, because of a "
+            f"{type(error).__name__}: {reason}; {advice}"
         ) from error
+
+
+def _diagnosis(message: str, *, has_lengths: bool) -> tuple[str, str]:
+    """Return the reason of an error of `torch.export`, and an advice."""
+    text = message.partition("\n\n")[0].strip()
+    first, *others = text.splitlines() or [""]
+    if not has_lengths:  # the trace with lengths is the second one
+        return first, (
+            "change the arguments (use_cache=False for a model that returns a cache), call the model once "
+            "before (if its forward creates buffers), or chunk the part of the model that has the large "
+            "activations"
+        )
+    _, _, fixes = text.partition("Suggested fixes:")
+    details = f"Suggested: {fixes}" if fixes else " ".join(others)
+    reason = " ".join(f"{first.partition(' For more information')[0]} {details}".split())
+    return f"{_SIZE.sub(_SHAPE, reason):.500}", (
+        "change dynamic_shapes, or give an example with lengths of 2 or more; Dim.AUTO takes the conditions "
+        "from the model"
+    )
+
+
+@contextmanager
+def _named_arguments(model: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Give `forward` a parameter for each of its `**kwargs`, which `torch.export` has no dimensions for."""
+    signature = inspect.signature(model.forward)
+    parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+    known = {each.name for each in parameters}
+    others = [name for name in kwargs if name not in known]
+    if not others:
+        yield
+        return
+    forward, is_own = model.forward, "forward" in vars(model)
+
+    def named_forward(*args: Any, **kwargs: Any) -> Any:
+        return forward(*args, **kwargs)
+
+    keyword_only = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in others]
+    named_forward.__signature__ = signature.replace(parameters=[*parameters, *keyword_only])  # type: ignore[attr-defined]
+    model.forward = named_forward
+    try:
+        yield
+    finally:
+        if is_own:
+            model.forward = forward
+        else:
+            del model.forward
+
+
+def _dynamic_shapes(
+    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], dims: Sequence[TensorDims]
+) -> Any:
+    """Return `torch.export`'s structure of the dimensions that change."""
+    shapes = torch.export.ShapesCollection()
+    for leaf, of_tensor in zip(flat_inputs(args, kwargs), dims, strict=True):
+        if of_tensor:
+            shapes[leaf] = dict(of_tensor)
+    return shapes.dynamic_shapes(model, tuple(args), dict(kwargs))
 
 
 @contextmanager
@@ -227,6 +417,10 @@ def _remove_unused(graph: fx.Graph) -> None:
             graph.erase_node(node)
 
 
+def _normal_tensor(tensor: Tensor) -> Tensor:
+    return tensor.clone() if tensor.is_inference() else tensor
+
+
 @contextmanager
 def _all_differentiable(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]
@@ -238,7 +432,7 @@ def _all_differentiable(
 
     def differentiable(tensor: Tensor) -> Tensor:
         can_be = tensor.is_floating_point() or tensor.is_complex()
-        return tensor.detach().requires_grad_() if can_be else tensor
+        return tensor.detach().requires_grad_(can_be)
 
     frozen = [
         each

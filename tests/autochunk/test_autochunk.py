@@ -184,6 +184,34 @@ def test_arguments_by_position_and_name() -> None:
             chunked(X, True, X)
 
 
+class Decorated(nn.Module):
+    """A model whose decorator takes an option by name, as those of transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = EagerBlock()
+
+    @staticmethod
+    def by_name(forward: Any) -> Any:
+        @functools.wraps(forward)
+        def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return forward(self, *args, **{**kwargs, "double": kwargs.pop("double", None) or False})
+
+        return wrapped
+
+    @by_name
+    def forward(self, x: Tensor, double: bool | None = None) -> Tensor:
+        return self.block(x) * (2 if double else 1)
+
+
+def test_options_by_name() -> None:
+    """Arguments that the example has not by position are passed by name."""
+    model = Decorated().double()
+    for inputs in (X, {"x": X}):
+        chunked = autochunk(model, inputs, memory_ratio=0.6)
+        torch.testing.assert_close(chunked(X), model(X), rtol=1e-10, atol=1e-10)
+
+
 def test_modes() -> None:
     """A chunked part has the model's mode; in the other one, a call is refused, and a switch is not."""
     parent = nn.Sequential(EagerBlock(), nn.Dropout(0.5), EagerBlock()).double().eval()
@@ -322,6 +350,11 @@ def test_own_autograd_functions() -> None:
     assert not any(each.requires_grad for each in model.parameters())
 
 
+class Conditional(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+
 class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x[: int(x.sum().item())]
@@ -339,5 +372,7 @@ def test_models_without_a_trace(capfd: pytest.CaptureFixture[str]) -> None:
     assert "def forward" not in "".join(capfd.readouterr())
     with pytest.raises(ValueError, match=r"the shape of \w+ \(aten.index.Tensor\) depends on values"):
         autochunk(Selects(), X, memory_ratio=0.5)
+    with pytest.raises(ValueError, match=r"the memory of \w+ \(cond\) is unknown"):
+        autochunk(Conditional(), X, memory_ratio=0.5)
     with pytest.raises(ValueError, match="takes an eager"):
         autochunk(lambda x: x, X, memory_ratio=0.5)

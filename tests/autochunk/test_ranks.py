@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from torch.export import Dim
 
 import colossalai
 from colossalai.autochunk import autochunk
@@ -30,6 +31,10 @@ def chunk_a_slice() -> dict[str, object]:
         error = (chunked(x) - twin(x)).abs().max().item()
     with pytest.raises(ValueError, match="a backward of their own"):
         chunked(x)
+    dynamic = autochunk(block, x, memory_ratio=0.85, dynamic_shapes=({0: Dim("batch"), 1: Dim("seq")},))
+    for each in (x, random(3, 37, 32)):
+        with torch.no_grad():
+            error = max(error, (dynamic(each) - twin(each)).abs().max().item())
     targets = [str(node.target) for node in chunked.graph.nodes]
     return {
         "error": error,
@@ -38,14 +43,20 @@ def chunk_a_slice() -> dict[str, object]:
     }
 
 
-def chunk_an_evoformer(is_bfloat16: bool) -> dict[str, object]:
-    """Chunk an Evoformer in tensor mode "dap", and compare with the model."""
+def evoformer() -> Evoformer:
+    """Return an Evoformer in tensor mode "dap", after a launch."""
     colossalai.launch_from_torch({"parallel": {"tensor": {"size": 2, "mode": "dap"}}}, verbose=False)
     torch.manual_seed(0)
     sizes = {"msa_heads": 2, "msa_head_dim": 8, "pair_heads": 2, "pair_head_dim": 8, "triangle_dim": 8}
     model = Evoformer(c_m=16, c_z=8, num_blocks=1, **sizes).double().eval()
     for param in model.parameters():
         torch.nn.init.normal_(param, std=0.3)
+    return model
+
+
+def chunk_an_evoformer(is_bfloat16: bool) -> dict[str, object]:
+    """Chunk an Evoformer in tensor mode "dap", and compare with the model."""
+    model = evoformer()
     msa, pair = random(1, 16, 15, 16), random(1, 15, 15, 8)  # padded to 16 residues
     if is_bfloat16:
         model, msa, pair = model.bfloat16(), msa.bfloat16(), pair.bfloat16()
@@ -65,6 +76,27 @@ def chunk_an_evoformer(is_bfloat16: bool) -> dict[str, object]:
     }
 
 
+def chunk_lengths() -> list[object]:
+    """Chunk an Evoformer in tensor mode "dap" for several lengths, and compare with the model."""
+    model = evoformer()
+    dims = {1: Dim.AUTO, 2: Dim.AUTO}
+    example = (random(1, 16, 16, 16), random(1, 16, 16, 8))
+    chunked = autochunk(model, example, memory_ratio=0.5, inplace=True, dynamic_shapes=(dims, dims))
+    found: list[object] = []
+    for sequences, residues in ((16, 16), (8, 14), (16, 12)):
+        msa, pair = random(1, sequences, residues, 16), random(1, residues, residues, 8)
+        with torch.no_grad():
+            results, expected = chunked(msa, pair), model(msa, pair)
+        for mine, each in zip(results, expected, strict=True):
+            torch.testing.assert_close(mine, each, rtol=1e-10, atol=1e-10)
+        plan = chunked.plan_for(msa, pair)
+        found.append([(each.last, each.size, each.extent) for each in plan.regions])
+    # Other lengths are padded, with operations that the trace lacks.
+    with torch.no_grad(), pytest.raises(ValueError, match=r"for msa.shape\[1\] % 2 == 0"):
+        chunked(random(1, 9, 16, 16), random(1, 16, 16, 8))
+    return found
+
+
 @pytest.mark.parametrize(
     "is_bfloat16", [False, pytest.param(True, marks=pytest.mark.long)], ids=["float64", "bfloat16"]
 )
@@ -77,6 +109,14 @@ def test_dynamic_axial_parallelism(is_bfloat16: bool) -> None:
     assert live == peak <= budget
     assert first["regions"]
     assert len(first["collectives"]) > 5
+
+
+@pytest.mark.long  # a trace with symbols takes 13 seconds of each rank
+def test_lengths() -> None:
+    """Each length has a plan within the budget of the example, the same on all ranks."""
+    first, second = run_ranks(chunk_lengths, 2)
+    assert first == second
+    assert all(first)
 
 
 def test_tensor_parallelism() -> None:

@@ -7,15 +7,8 @@ import pytest
 import torch
 from torch import Tensor, fx
 
-from colossalai.autochunk._rules import (
-    ChunkCut,
-    changed_arguments,
-    has_effects,
-    input_cuts,
-    input_nodes,
-    needs_length,
-    sized_call,
-)
+from colossalai.autochunk._calls import changed_arguments, has_effects, input_nodes
+from colossalai.autochunk._rules import ChunkCut, input_cuts, needs_length, sized_call
 
 pytestmark = pytest.mark.unit
 aten = torch.ops.aten
