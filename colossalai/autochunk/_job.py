@@ -23,6 +23,9 @@ _MOST_REPEATS = 20
 ChunkedGraph = tuple[fx.Graph, Mapping[str, ChunkLoop]]
 """A rewritten graph, and its loops by the names of their modules."""
 
+_Measured = tuple[Sequence[RegionChoice], ChunkedGraph, GraphProfile]
+"""Regions, the rewritten graph, and its profile."""
+
 
 class ChunkJob:
     """The model of one call of `autochunk`.
@@ -58,19 +61,18 @@ class ChunkJob:
         Raises:
             ValueError: No plan fits into `budget`.
         """
-        if (found := self._fastest(budget)) is not None:
-            return found
-        self._recompute()
-        if (found := self._fastest(budget)) is not None:
-            return found
-        # The excess was measured for larger chunks than those of one element.
-        smallest, regions, chunked, result = self._smallest()
-        if result.peak <= budget:
-            return chunked, self._plan(regions, result, budget)
-        raise self._refusal(budget, smallest, result)
+        found = self._fastest(budget)
+        if found is None:
+            self._recompute()
+            # The excess was measured for larger chunks than those of one element.
+            found = self._fastest(budget) or self._smallest()
+        regions, chunked, result = found
+        if result.peak > budget:
+            raise self._refusal(budget, result)
+        return chunked, self._plan(regions, result, budget)
 
-    def _fastest(self, budget: int) -> tuple[ChunkedGraph, ChunkPlan] | None:
-        """Return the chunked model of the least estimated time within a budget; None if there is none."""
+    def _fastest(self, budget: int) -> _Measured | None:
+        """Return the regions of the least estimated time within a budget; None if there are none."""
         search = RegionSearch(self._profile, inplace=self._inplace)
         for _ in range(_MOST_REPEATS):
             fastest = search.fastest(budget)
@@ -78,7 +80,7 @@ class ChunkJob:
                 break
             chunked, result = self._rewrite(fastest)
             if result.peak <= budget:
-                return chunked, self._plan(fastest, result, budget)
+                return fastest, chunked, result
             _correct(search, fastest, result, budget)
         return None
 
@@ -187,26 +189,29 @@ class ChunkJob:
             unchunked_peak=int(self._profile.live[region.first : region.last + 1].max()),
         )
 
-    def _smallest(self) -> tuple[int, Sequence[RegionChoice], ChunkedGraph, GraphProfile]:
-        """Return the smallest possible budget, with regions, graph and profile."""
+    def _smallest(self) -> _Measured:
+        """Return the regions of the smallest possible peak."""
         search = RegionSearch(self._profile, inplace=self._inplace)
-        found: list[tuple[int, Sequence[RegionChoice], ChunkedGraph, GraphProfile]] = []
+        found: list[_Measured] = []
         for _ in range(_MOST_REPEATS):
             regions, estimate = search.smallest()
-            if found and estimate >= min(each[0] for each in found):
+            if found and estimate >= min(result.peak for _, _, result in found):
                 break
             chunked, result = self._rewrite(regions)
-            found.append((max(estimate, result.peak), regions, chunked, result))
+            found.append((regions, chunked, result))
             _correct(search, regions, result, estimate)
-        return min(found, key=lambda each: each[0])
+        best = min(found, key=lambda each: each[2].peak)
+        # Corrections are those of small chunks; other regions can have a smaller peak.
+        while (better := self._fastest(best[2].peak - 1)) is not None:
+            best = better
+        return best
 
-    def _refusal(self, budget: int, smallest: int, result: GraphProfile) -> ValueError:
+    def _refusal(self, budget: int, result: GraphProfile) -> ValueError:
         """Return the error for a budget that no plan keeps.
 
         Args:
             budget: The budget.
-            smallest: The smallest possible one.
-            result: The profile of its plan.
+            result: The profile of the plan of the smallest possible peak.
         """
         largest = result.largest_at(int(result.live.argmax()))
         named = largest.node
@@ -218,8 +223,8 @@ class ChunkJob:
         where = f" in {module}" if module else ""
         return ValueError(
             f"no plan for {self._model} fits into {bytes_text(budget)} ({budget} bytes): the smallest "
-            f"possible budget is {bytes_text(smallest)} ({smallest} bytes), and without chunks the peak is "
-            f"{bytes_text(self.unchunked_peak)}; the largest tensor there is {named.name}{shape}"
+            f"possible budget is {bytes_text(result.peak)} ({result.peak} bytes), and without chunks the "
+            f"peak is {bytes_text(self.unchunked_peak)}; the largest tensor there is {named.name}{shape}"
             f"{where}, {bytes_text(largest.size)}"
         )
 

@@ -97,6 +97,8 @@ def test_evoformer_in_place() -> None:
     with one_trace():
         least = smallest_budget(model, arguments, inplace=True)
         assert least < smallest_budget(model, arguments)
+        with pytest.raises(ValueError, match=f"smallest possible budget is .* \\({least} bytes\\)"):
+            autochunk(model, arguments, memory_budget=least - 1, inplace=True)
         chunked = autochunk(model, arguments, memory_budget=least, inplace=True)
         assert chunked.plan.recompute
         assert "recomputed norms, in place" in str(chunked.plan)
