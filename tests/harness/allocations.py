@@ -54,7 +54,7 @@ class Allocations:
 
     def __enter__(self) -> Allocations:
         assert not dist.is_initialized()
-        assert not tracemalloc.is_tracing()
+        assert not tracemalloc.is_tracing(), "a test before counted with RankAllocations, outside of ranks"
         for owner in (torch, torch.UntypedStorage):
             self._patches.enter_context(patch.object(owner, "from_file", self._noted(owner.from_file)))
         gc.collect(1)  # collections in the block come after the same allocations; one of all objects is slow

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from tests.harness.allocations import Allocations, RankAllocations
-
-pytestmark = pytest.mark.unit
+from tests.ranks import run_ranks
 
 KIB = 1024
 MB = 1024 * 1024
@@ -17,6 +16,7 @@ TENSOR = MB
 OTHER = 512 * KIB  # modules and counters of the first call
 
 
+@pytest.mark.unit
 def test_the_peak_and_the_rest_of_tensors() -> None:
     before = torch.ones(TENSOR // 4)
     with Allocations() as counted:
@@ -31,6 +31,7 @@ def test_the_peak_and_the_rest_of_tensors() -> None:
     assert counted.objects < OTHER
 
 
+@pytest.mark.unit
 def test_memory_of_before_makes_no_room() -> None:
     before = [torch.ones(TENSOR // 4)]
     with Allocations():
@@ -41,6 +42,7 @@ def test_memory_of_before_makes_no_room() -> None:
     assert counted.tensors == counted.left == after.nbytes
 
 
+@pytest.mark.unit
 def test_temporary_memory_of_a_kernel_and_of_a_backward_counts() -> None:
     layer, x = nn.Linear(512, 512, bias=False), torch.randn(512, 512)
     with Allocations() as counted:
@@ -51,6 +53,7 @@ def test_temporary_memory_of_a_kernel_and_of_a_backward_counts() -> None:
     assert counted.tensors > 512 * 1024 * (4 + 4 + 8)
 
 
+@pytest.mark.unit
 def test_storages_without_a_tensor_count() -> None:
     with Allocations() as counted:
         storage = torch.UntypedStorage(TENSOR)
@@ -59,6 +62,7 @@ def test_storages_without_a_tensor_count() -> None:
     assert counted.left == 0
 
 
+@pytest.mark.unit
 def test_objects_and_arrays_count() -> None:
     with Allocations() as counted:
         content = bytes(TENSOR)
@@ -69,6 +73,7 @@ def test_objects_and_arrays_count() -> None:
     assert counted.peak == counted.tensors + counted.objects
 
 
+@pytest.mark.unit
 def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     torch.save(torch.ones(TENSOR // 4), tmp_path / "x.pt")
     with Allocations() as counted:
@@ -80,7 +85,13 @@ def test_mapped_files_do_not_count(tmp_path: Path) -> None:
     assert TENSOR <= counted.tensors <= counted.peak < TENSOR + OTHER
 
 
+# Counting on a rank leaves tracemalloc on, so it is for processes that end with their test.
+@pytest.mark.dist
 def test_copies_and_objects_of_a_rank_count() -> None:
+    run_ranks(count_copies, 1)
+
+
+def count_copies() -> None:
     before = torch.ones(MB)
     with RankAllocations([before]) as counted:
         before.add_(1).view(-1)
@@ -93,12 +104,17 @@ def test_copies_and_objects_of_a_rank_count() -> None:
     assert 3 <= counted.mb < 3.5
 
 
+@pytest.mark.dist
 def test_mapped_files_and_meta_tensors_of_a_rank_do_not_count(tmp_path: Path) -> None:
-    torch.save(torch.ones(MB), tmp_path / "x.pt")
+    run_ranks(count_mapped, 1, tmp_path)
+
+
+def count_mapped(folder: Path) -> None:
+    torch.save(torch.ones(MB), folder / "x.pt")
     with RankAllocations() as counted:
-        torch.load(tmp_path / "x.pt", mmap=True).view(-1)
+        torch.load(folder / "x.pt", mmap=True).view(-1)
         torch.empty(MB, device="meta")
     assert counted.mb < 0.5
     with RankAllocations() as counted:
-        torch.load(tmp_path / "x.pt")
+        torch.load(folder / "x.pt")
     assert 4 <= counted.mb < 4.5
