@@ -73,6 +73,8 @@ class ChunkJob:
 
     def _fastest(self, budget: int) -> _Measured | None:
         """Return the regions of the least estimated time within a budget; None if there are none."""
+        # Peaks are estimated for each region alone, and other regions change the live tensors around it. An
+        # excess in the rewritten graph corrects the estimate, and the choice is made again.
         search = RegionSearch(self._profile, inplace=self._inplace)
         for _ in range(_MOST_REPEATS):
             fastest = search.fastest(budget)

@@ -168,6 +168,8 @@ class DynamicChunkedModule(nn.Module):
         _drop_values(symbolic.static)
         for name, loop in loops.items():
             root.add_module(name, loop)
+        # A graph module takes the attributes that its graph reads. All plans share those of the model. Loops
+        # belong to one plan, whose module has them as plain attributes.
         first = fx.GraphModule(root, graph)
         for name in loops:
             del first._modules[name]
@@ -228,6 +230,7 @@ class DynamicChunkedModule(nn.Module):
     def _made_for(self, inputs: Sequence[Any], *, is_example: bool) -> tuple[fx.GraphModule, ChunkPlan]:
         """Return a new module and a plan for the lengths of arguments."""
         graph = self._symbolic.static if is_example else self._symbolic.at(inputs)
+        # The example keeps its plan, which can have been changed by hand.
         job = ChunkJob(self._plan.model, self, graph, inputs, inplace=self._plan.inplace)
         made = job.apply(self._plan) if is_example else job.search(self._plan.memory_budget)
         _drop_values(graph)
@@ -244,11 +247,12 @@ class DynamicChunkedModule(nn.Module):
             self._buffers,
             self._modules,
         )
-        vars(module).update(loops)
+        vars(module).update(loops)  # past nn.Module, which would register them in the shared dict
         return module
 
     def __deepcopy__(self, memo: Any) -> "DynamicChunkedModule":
         """Return a copy with its own parameters, which plans anew."""
+        # The planned modules share the dicts of parameters with `self`; copies of them would have their own.
         other = type(self).__new__(type(self))
         memo[id(self)] = other
         other.__dict__.update(deepcopy({**self.__dict__, "_planned": OrderedDict()}, memo))

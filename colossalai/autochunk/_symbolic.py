@@ -204,7 +204,7 @@ class SymbolicGraph:
         )
 
     def __deepcopy__(self, memo: Any) -> "SymbolicGraph":
-        return self
+        return self  # nothing changes it, and copies of a model can share it
 
     @property
     def names(self) -> dict[str, dict[int, str]]:
@@ -233,6 +233,8 @@ class SymbolicGraph:
         graph = fx.Graph()
         graph.set_codegen(copy(self.graph._codegen))
         new: dict[fx.Node, Any] = {}
+        # Operations that read sizes have symbols, and the arithmetic of these. Both become numbers, and the
+        # rest is copied. `new` maps a node of the trace to its copy, or to its number.
         for node in self.graph.nodes:
             expression = self.sizes.get(node)
             if expression is not None and expression.free_symbols <= values.keys():
@@ -242,7 +244,7 @@ class SymbolicGraph:
             if node in self.scalars and not any(
                 isinstance(new[each], fx.Node) for each in node.all_input_nodes
             ):
-                new[node] = node.target(*args, **kwargs)
+                new[node] = node.target(*args, **kwargs)  # of numbers alone
             elif node in self.extents and _is_whole(args, self._extent_at(node, values)):
                 new[node] = args[0]  # as in a static trace
             else:
@@ -265,7 +267,9 @@ class SymbolicGraph:
         for length in sorted(self.lengths, key=lambda each: not each.expression.is_Symbol):
             value = int(leaves[length.leaf].shape[length.dim])
             unknown = length.expression.free_symbols - values.keys()
-            for symbol in unknown:  # `torch.export` has linear functions of one symbol
+            # The first length with a symbol gives its value, by the inverse of a linear function of it, as
+            # `torch.export` has them; further lengths are compared.
+            for symbol in unknown:
                 names[symbol] = length.name
                 known = length.expression.subs(values)
                 offset = known.subs(symbol, 0)
