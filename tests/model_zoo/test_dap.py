@@ -3,12 +3,15 @@
 import pickle
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers.models.esm.configuration_esm import TrunkConfig
+from transformers.models.esm.modeling_esmfold import EsmFoldTriangularSelfAttentionBlock
 
 import colossalai
 from colossalai.booster import Booster
@@ -16,7 +19,7 @@ from colossalai.booster.plugin import HybridParallelPlugin
 from colossalai.communication import ledger
 from colossalai.context import Config, ConfigException
 from colossalai.core import global_context as gpc
-from colossalai.model_zoo.evoformer import Evoformer, FoldingBlock
+from colossalai.model_zoo.evoformer import Evoformer, inject_fastnn, remove_fastnn
 from colossalai.nn.dap import init_dap
 from colossalai.nn.layer.axial import (
     DapGroup,
@@ -28,6 +31,7 @@ from colossalai.nn.layer.axial import (
 from colossalai.runtime import Plan
 from colossalai.tensor import built_for
 from tests.harness.fake_job import fake_job
+from tests.model_zoo.test_esmfold import esmfold, output_of_residues
 from tests.model_zoo.test_evoformer import SMALL, drawn
 from tests.parity.tasks import Batch, rebuilt
 from tests.parity.training import Run, Task, grouped_runs
@@ -92,6 +96,35 @@ def contacts(num_sequences: int, residues: int, **options: bool) -> Task:
     )
 
 
+class Folding(nn.Module):
+    """Classes of pairs of residues, by blocks of ESMFold."""
+
+    def __init__(self, dropout: float = 0.0) -> None:
+        super().__init__()
+        widths = {"sequence_head_width": 8, "pairwise_head_width": 4}
+        config = TrunkConfig(sequence_state_dim=16, pairwise_state_dim=8, dropout=dropout, **widths)
+        self.embedding = nn.Linear(4, 16)
+        self.pair_embedding = nn.Linear(4, 8)
+        self.blocks = nn.ModuleList(EsmFoldTriangularSelfAttentionBlock(config) for _ in range(3))
+        self.head = nn.Linear(8 + 16, 3)
+        inject_fastnn(drawn(self))
+
+    def forward(self, msa: Tensor, pair: Tensor, msa_mask: Tensor, pair_mask: Tensor | None = None) -> Tensor:
+        """Return (batch * residues * residues, 3)."""
+        sequence, pair = self.embedding(msa[:, 0]), self.pair_embedding(pair)
+        for block in self.blocks:
+            sequence, pair = block(sequence, pair, mask=msa_mask[:, 1])
+        logits: Tensor = self.head(
+            torch.cat([pair, sequence.unsqueeze(2).expand(-1, -1, pair.shape[2], -1)], -1)
+        )
+        return logits.flatten(0, 2)
+
+
+def folding(residues: int) -> Task:
+    """Return the task of blocks of ESMFold, with missing residues."""
+    return replace(contacts(2, residues), build=Folding, place=rebuilt(Folding))
+
+
 EVEN, ODD = contacts(4, 8), contacts(3, 5)
 PIPELINE: dict[str, Any] = {"pipeline": {"size": 2, "partition": "balanced"}}
 RUNS = [
@@ -111,6 +144,8 @@ RUNS = [
         config={"parallel": dap(2), "gradient_handler": [{"type": "DataParallelGradientHandler"}]},
     ),
     Run(task=ODD, num_ranks=4, config={"parallel": {"data": 2, **dap(2)}, "zero": {"stage": 1}}),
+    Run(task=folding(5), num_ranks=2, config={"parallel": dap(2), "zero": {"stage": 1}}, max_norm=0.5),
+    Run(task=folding(8), num_ranks=4, config={"parallel": dap(4), "recompute": True}),
     Run(task=ODD, num_ranks=4, config={"parallel": {**PIPELINE, **dap(2)}, "NUM_MICRO_BATCHES": 2}),
     *map(
         further,
@@ -118,6 +153,7 @@ RUNS = [
             Run(task=ODD, num_ranks=3, config={"parallel": dap(3), "recompute": True}, max_norm=0.5),
             Run(task=EVEN, num_ranks=2, config={"parallel": dap(2), "zero": {"stage": 2}}, accumulation=2),
             Run(task=EVEN, num_ranks=2, config={"parallel": dap(2), "zero": {"stage": 3}}),
+            Run(task=folding(7), num_ranks=3, config={"parallel": dap(3)}, accumulation=2),
             Run(
                 task=EVEN,
                 num_ranks=2,
@@ -173,6 +209,61 @@ def test_sent_bytes_are_those_of_the_docstrings(size: int, is_multimer: bool) ->
 
 
 @pytest.mark.mesh
+def test_sent_bytes_of_blocks_of_esmfold() -> None:
+    b, n, e, size, num_blocks = 2, 8, 4, 4, 3
+    share, pair_bytes = (size - 1) / size, b * n * n * 8 * e
+    biases, triangles = (2 + 2 * 2) * b * n * n * e, pair_bytes  # heads of the sequence, and of pairs
+    hidden = b * n * 4 * e  # projections of the sequence to pairs
+    with fake_job({"parallel": dap(size)}, size, rank=1):
+        model = Folding()
+        with ledger() as forward:
+            output = model(torch.randn(b, 2, n, 4), torch.randn(b, n, n, 4), torch.ones(b, 2, n))
+        with ledger() as backward:
+            output.sum().backward()
+    for book in (forward, backward):
+        assert book.num_bytes() == book.num_bytes(axis="dap")
+        assert book.num_bytes("all_to_all") == pytest.approx(num_blocks * 2 * share * pair_bytes / size)
+    assert forward.num_bytes("all_gather") == pytest.approx(share * (num_blocks * biases + pair_bytes))
+    assert forward.num_bytes("all_reduce") == 0
+    assert backward.num_bytes("reduce_scatter") == pytest.approx(share * num_blocks * biases)
+    assert backward.num_bytes("all_gather") == pytest.approx(share * (num_blocks * hidden + pair_bytes))
+    assert backward.num_bytes("all_reduce") == pytest.approx(2 * share * num_blocks * hidden)
+    assert forward.num_bytes("shift") == pytest.approx(num_blocks * share * 2 * triangles)
+    assert backward.num_bytes("shift") == pytest.approx(num_blocks * share * 3 * triangles)
+
+
+def outputs_of_ranks() -> dict[str, Tensor]:
+    colossalai.launch_from_torch({"parallel": dap(2)}, verbose=False)
+    model = inject_fastnn(esmfold(num_blocks=3))
+    model.trunk.set_chunk_size(3)
+    return {name: output.detach() for name, output in output_of_residues(model).items()}
+
+
+@pytest.mark.dist
+def test_an_esmfold_is_that_of_one_process() -> None:
+    """A whole ESMFold under DAP, whose 7 residues two ranks do not divide."""
+    wanted = output_of_residues(esmfold(num_blocks=3))
+    for found in run_ranks(outputs_of_ranks, 2):
+        for name, output in found.items():
+            torch.testing.assert_close(output, wanted[name], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.mesh
+def test_blocks_of_esmfold_that_are_refused() -> None:
+    model = Folding()
+    with fake_job({"parallel": dap(2)}, 2):
+        remove_fastnn(model)
+        model.blocks[2] = model.blocks[0]
+        with pytest.raises(ValueError, match=r"has a block twice; in tensor mode 'dap' its first and last"):
+            inject_fastnn(model)
+        first = Folding().blocks[0]
+        with pytest.raises(ValueError, match=r"2 ranks pad 5 residues, which all blocks mask: pass a mask"):
+            first(torch.ones(1, 5, 16), torch.ones(1, 5, 5, 8))
+    with pytest.raises(ValueError, match=r"cut_dim must then be the dimension that is cut under DAP"):
+        SharedDropout(0.1, None)
+
+
+@pytest.mark.mesh
 def test_each_rank_keeps_its_share_of_the_activations() -> None:
     """Tensors that a block saves for its backward, without parameters; 3 % are for gathered ones."""
 
@@ -210,8 +301,8 @@ def outputs_with_dropout() -> list[Tensor]:
     msa = torch.randn(2, 4, 6, SMALL.c_m, generator=generator, dtype=torch.float64)
     pair = torch.randn(2, 6, 6, SMALL.c_z, generator=generator, dtype=torch.float64)
     torch.manual_seed(2)
-    found = [*model(msa, pair)]
-    for dim, cut_dim in ((1, 1), (1, 2), (2, 1), (2, 2)):
+    found = [*model(msa, pair), Folding(dropout=0.3).double()(msa[..., :4], pair[..., :4], msa[..., 0] > 0)]
+    for dim, cut_dim in ((1, 1), (1, 2), (2, 1), (2, 2), (None, 1)):
         dropout = SharedDropout(0.5, dim, cut_dim=cut_dim)
         found.append(group.gather(dropout(group.scatter(torch.ones(2, 4, 6, 3), cut_dim)), cut_dim))
     return [*found, torch.rand(3)]  # later draws, too
@@ -249,6 +340,7 @@ def group_of_a_user() -> None:
     assert torch.equal(group.to_rows_async(columns).wait(), rows)
     assert torch.equal(group.gather(rows, 1), x)
     assert torch.equal(group.whole_async(columns, 2).wait(), x)
+    assert torch.equal(group.replicate(x), x)
     padded = group.pad(torch.ones(2, 3, 5), (1, 2))
     assert (padded.shape, padded.sum()) == ((2, 4, 6), 30)
     cut = r"dim 1 of a tensor of shape \(2, 3, 6\) cannot be cut over 2 ranks: pad it"
@@ -268,8 +360,6 @@ def group_of_a_user() -> None:
         right = f"it must be a slice along dim {dim} of (batch, residues, residues, 4) over 2 ranks"
         with pytest.raises(ValueError, match=re.escape(f"{shape}; in tensor mode 'dap' {right}")):
             layer(torch.ones(shape))
-    with pytest.raises(ValueError, match="ESMFold in tensor mode 'dap'"):
-        FoldingBlock(None)
     torch.manual_seed(0)
     for starting, shape in ((True, (1, 3, 6, 4)), (False, (1, 6, 3, 4))):
         layer = TriangleAttention(4, 2, 4, starting=starting).double()
@@ -326,6 +416,7 @@ def test_one_rank_has_the_whole() -> None:
     group = DapGroup()
     x = torch.ones(2, 3, 4)
     assert all(call(x, 1) is x for call in (group.scatter, group.gather, group.part))
+    assert group.replicate(x) is x
     assert all(call(x) is x for call in (group.to_rows, group.to_columns))
     assert group.to_rows_async(x).wait() is group.whole_async(x, 1).wait() is x
     assert group.pad(x, (1, 2)) is x

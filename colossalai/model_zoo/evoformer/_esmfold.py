@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from colossalai.communication import slice_of
 from colossalai.nn.layer.axial import (
+    AxialModule,
     RowAttention,
     SharedDropout,
     Transition,
@@ -74,7 +76,8 @@ def inject_fastnn(model: nn.Module) -> nn.Module:
 
     Outputs of residues that exist are equal up to rounding, and the names of the parameters are new: load
     weights before, and call `remove_fastnn` before `save_pretrained`. Optimizers, adapters and hooks of
-    blocks are made afterwards.
+    blocks are made afterwards. In tensor mode "dap" the ranks share the pairs within the trunk, which takes
+    and returns whole ones.
 
     Args:
         model: A `transformers.EsmForProteinFolding`, or its trunk; it is changed in place.
@@ -83,7 +86,8 @@ def inject_fastnn(model: nn.Module) -> nn.Module:
         `model`.
 
     Raises:
-        ValueError: `model` has no block of ESMFold, or one with other parameters; no block is replaced.
+        ValueError: `model` has no block of ESMFold, or one with other parameters, or has one twice in tensor
+            mode "dap"; no block is replaced.
     """
     blocks = list(_blocks(model, _BLOCK))
     if not blocks:
@@ -91,7 +95,15 @@ def inject_fastnn(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} has no {_BLOCK}: inject_fastnn replaces these blocks of a "
             "transformers.EsmForProteinFolding, once"
         )
+    if dap_group().size > 1 and len({stack[i] for stack, i in blocks}) < len(blocks):
+        raise ValueError(
+            "a trunk has a block twice; in tensor mode 'dap' its first and last block differ from the others"
+        )
     _replace(blocks, FoldingBlock.from_transformers)
+    for stack in {stack: None for stack, _ in blocks}:
+        members: list[Any] = list(stack)
+        for block in members:
+            block.is_first, block.is_last = block is members[0], block is members[-1]
     return model
 
 
@@ -128,8 +140,11 @@ def _replace(blocks: Sequence[tuple[nn.ModuleList, int]], convert: Callable[[Any
         stack[i] = converted[stack[i]]
 
 
-class SequenceToPair(nn.Module):
+class SequenceToPair(AxialModule):
     """Pairs by the product and the difference of projections of their residues.
+
+    Under DAP with p ranks, the sequence is whole on each, and the result has n/p rows. The backward sends
+    3 (p - 1)/p batch * n * hidden_dim elements.
 
     Args:
         dim: Width of the sequence.
@@ -158,13 +173,23 @@ class SequenceToPair(nn.Module):
     def forward(self, sequence: Tensor) -> Tensor:
         """Return the update of pairs, (batch, n, n, pair_dim), of a sequence (batch, n, dim)."""
         first, second = self.projection(self.norm(sequence)).chunk(2, -1)  # (batch, n, hidden_dim)
-        first, second = first.unsqueeze(1), second.unsqueeze(2)
+        first = self.group.replicate(first).unsqueeze(1)
+        second = self.group.scatter(second, 1).unsqueeze(2)  # of the rows of this rank
         pair: Tensor = self.out(torch.cat([first * second, first - second], -1))
         return pair
 
 
-class FoldingBlock(nn.Module):
+class FoldingBlock(AxialModule):
     """A block of ESMFold's trunk.
+
+    Under DAP with p ranks, pairs have n/p rows between blocks, and the sequence is whole on each rank. Masks
+    are whole. For pairs of z bytes, a block sends in each direction 2 (p - 1)/p z/p bytes to exchange rows
+    and columns, and the bytes of its layers. The first block cuts pairs, and the last one gathers them,
+    (p - 1)/p z each; sizes that p does not divide are padded in between.
+
+    Attributes:
+        is_first: Whether pairs come whole, as into the first block of a trunk.
+        is_last: Whether pairs are returned whole, as by the last block.
 
     Args:
         config: The shape, as a `transformers` config of the trunk of ESMFold: sequence_state_dim,
@@ -177,12 +202,8 @@ class FoldingBlock(nn.Module):
         self, config: Any, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__()
-        if dap_group().size > 1:
-            raise ValueError(
-                "ESMFold in tensor mode 'dap': its blocks work on whole activations; leave the mode out, or "
-                "take an Evoformer"
-            )
         self.config = config
+        self.is_first = self.is_last = True
         c_s, c_z = config.sequence_state_dim, config.pairwise_state_dim
         heads, pair_heads = c_s // config.sequence_head_width, c_z // config.pairwise_head_width
         place: dict[str, Any] = {"device": device, "dtype": dtype}
@@ -195,8 +216,10 @@ class FoldingBlock(nn.Module):
         self.ending = TriangleAttention(c_z, pair_heads, config.pairwise_head_width, starting=False, **place)
         self.pair_transition = Transition(c_z, **place)
         self.dropout = nn.Dropout(config.dropout)
-        self.start_dropout = SharedDropout(2 * config.dropout, 2)
+        self.pair_dropout = SharedDropout(config.dropout, None, cut_dim=1)
+        self.start_dropout = SharedDropout(2 * config.dropout, 2, cut_dim=1)
         self.end_dropout = SharedDropout(2 * config.dropout, 1)
+        self.column_dropout = SharedDropout(2 * config.dropout, 1, cut_dim=2)
 
     @classmethod
     def from_transformers(cls, block: nn.Module) -> "FoldingBlock":
@@ -268,26 +291,61 @@ class FoldingBlock(nn.Module):
 
         Args:
             sequence_state: (batch, n, sequence_state_dim).
-            pairwise_state: (batch, n, n, pairwise_state_dim).
+            pairwise_state: (batch, n, n, pairwise_state_dim); of a block that is not the first one the
+                results of the block before.
             mask: (batch, n): residues that exist.
             chunk_size: Number of residues whose pairs triangle attention computes at a time. Default: all.
             residue_index: (batch, n); the trunk passes it, and no layer of a block depends on it.
 
         Returns:
-            Tensors of the shapes of both.
+            Tensors of the shapes of both; of a block that is not the last one padded and, of pairs, a slice
+            of rows.
+
+        Raises:
+            ValueError: The first of several blocks is given no mask, and the ranks do not divide n.
         """
-        rows = None if mask is None else mask.unsqueeze(1)
-        update = self.sequence_attention(sequence_state.unsqueeze(1), pairwise_state, rows).squeeze(1)
-        sequence = sequence_state + self.dropout(update)
+        group, sequence, pair = self.group, sequence_state, pairwise_state
+        length = sequence.shape[1] if mask is None else mask.shape[1]
+        if self.is_first:
+            if mask is None and length % group.size:
+                if not self.is_last:
+                    raise ValueError(
+                        f"{group.size} ranks pad {length} residues, which all blocks mask: pass a mask"
+                    )
+                mask = sequence.new_ones(sequence.shape[:2])
+            sequence = group.pad(sequence, (1,))
+            pair = group.scatter(group.pad(pair, (1, 2)), 1)
+        residues, pair_rows, pair_columns = self._padded_masks(mask)
+        update = self.sequence_attention(sequence.unsqueeze(1), pair, residues).squeeze(1)
+        sequence = sequence + self.dropout(update)
         sequence = sequence + self.dropout(self.sequence_transition(sequence))
 
-        pair_mask = None if mask is None else mask.unsqueeze(2) * mask.unsqueeze(1)
-        pair = pairwise_state + self.sequence_to_pair(sequence)
-        pair = pair + self.start_dropout(self.outgoing(pair, pair_mask))
-        pair = pair + self.end_dropout(self.incoming(pair, pair_mask))
-        pair = pair + self.start_dropout(self.starting(pair, pair_mask, chunk_size))
-        pair = pair + self.end_dropout(self.ending(pair, pair_mask, chunk_size))
-        return sequence, pair + self.dropout(self.pair_transition(pair))
+        pair = pair + self.sequence_to_pair(sequence)
+        pair = pair + self.start_dropout(self.outgoing(pair, pair_rows))
+        pair = pair + self.end_dropout(self.incoming(pair, pair_rows))
+        pair = pair + self.start_dropout(self.starting(pair, pair_rows, chunk_size))
+        pair = group.to_columns(pair)
+        pair = pair + self.column_dropout(self.ending(pair, pair_columns, chunk_size))
+        pair = group.to_rows(pair)
+        pair = pair + self.pair_dropout(self.pair_transition(pair))
+        if self.is_last:
+            pair = group.gather(pair, 1)
+            if sequence.shape[1] != length:  # padded
+                sequence, pair = sequence[:, :length], pair[:, :length, :length]
+        return sequence, pair
+
+    def _padded_masks(self, mask: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Return the masks of the sequence, and of this rank's rows and columns of pairs; -1 for padding."""
+        if mask is None:
+            return None, None, None
+        if mask.dtype == torch.bool and self.group.size > 1:
+            mask = mask.to(torch.int8)
+        mask = self.group.pad(mask, (1,), -1)
+        own = mask if self.group.size == 1 else slice_of(mask, self.group.axis, 1)
+        # A pair is padding if one of its residues is; else it exists if both do.
+        rows = torch.minimum(own.unsqueeze(2), mask.unsqueeze(1))
+        columns = rows if self.group.size == 1 else rows.transpose(1, 2)
+        return mask.unsqueeze(1), rows, columns
 
 
 def _parameters_of(block: FoldingBlock) -> Iterator[tuple[str, str]]:

@@ -8,7 +8,7 @@ Parameters are averaged over the p ranks, by the data method. Outside of the sha
 same, so the mean of their gradients is the gradient. Within it each rank has the gradient from its slice, and
 the sum over the ranks is the gradient: it is the mean if each rank has p times that. So the gradient of an
 activation is multiplied by p where it enters the shared part from behind (`gather`), and divided by p where
-it leaves that part (`scatter`). In float16 this takes log2(p) bits of the range of a loss scale.
+it leaves that part (`scatter`, `replicate`). In float16 this takes log2(p) bits of the range of a loss scale.
 """
 
 from typing import Any
@@ -21,6 +21,7 @@ from colossalai.communication import (
     TensorInFlight,
     all_to_all_forward_all_to_all_backward,
     all_to_all_forward_all_to_all_backward_async,
+    copy_forward_reduce_backward,
     gather_forward_scatter_backward_async,
     gather_forward_split_backward,
     slice_of,
@@ -36,7 +37,7 @@ class DapGroup:
 
     With one rank, each method returns its argument. For p ranks and slices of n bytes, an exchange sends
     (p - 1)/p n bytes in each direction, and `gather` (p - 1) n in the forward; `scatter` sends as much in the
-    backward.
+    backward, and `replicate` of n bytes 2 (p - 1)/p n.
 
     Args:
         axis: The ranks. None: this rank has whole activations.
@@ -79,6 +80,13 @@ class DapGroup:
         scaled: Tensor = _WithScaledGradient.apply(x, 1 / self.size)
         # A copy: in a batch of one, a slice of rows is a view, which would keep the memory of the whole.
         return split_forward_gather_backward(scaled, self.axis, dim).clone()
+
+    def replicate(self, x: Tensor) -> Tensor:
+        """Return a tensor that is equal on all ranks, for layers of slices; its gradients are summed."""
+        if self.size == 1:
+            return x
+        scaled: Tensor = _WithScaledGradient.apply(x, 1 / self.size)
+        return copy_forward_reduce_backward(scaled, self.axis)
 
     def gather(self, x: Tensor, dim: int) -> Tensor:
         """Return the whole tensor, equal on all ranks, from slices along `dim`; all ranks go on alike."""
