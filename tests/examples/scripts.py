@@ -5,6 +5,7 @@ import runpy
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
@@ -15,6 +16,14 @@ def run_script(script: str, *args: str) -> None:
     sys.argv = [str(path), *args]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
+
+
+def config_file(folder: Path, config: Path, **values: Any) -> Path:
+    """Write a config that begins with `from base import *`, with the values of its base and others."""
+    base, own = config.with_name("base.py").read_text(), config.read_text().replace("from base import *", "")
+    path = folder / config.name
+    path.write_text(base + own + "".join(f"{key} = {value!r}\n" for key, value in values.items()))
+    return path
 
 
 def example_module(file: str) -> ModuleType:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.examples.scripts import EXAMPLES, example_module, run_script
+from tests.examples.scripts import EXAMPLES, config_file, example_module, run_script
 from tests.ranks import RanksError, run_ranks
 
-FOLDER = EXAMPLES / "recommendation" / "dlrm"
+CONFIGS = EXAMPLES / "recommendation" / "dlrm" / "configs"
 metric = example_module("recommendation/dlrm/metric.py")
 data = example_module("recommendation/dlrm/data.py")
 criteo = example_module("recommendation/dlrm/criteo.py")
@@ -30,15 +30,6 @@ TINY = {
 GOAL = 0.001  # of AUROC below the optimum
 
 
-def config_file(folder: Path, config: str, **values: Any) -> Path:
-    """Write a config with other values."""
-    base = (FOLDER / "configs" / "base.py").read_text()
-    own = (FOLDER / "configs" / f"{config}.py").read_text().replace("from base import *", "")
-    path = folder / f"{config}.py"
-    path.write_text(base + own + "".join(f"{key} = {value!r}\n" for key, value in values.items()))
-    return path
-
-
 def train(folder: Path, config: Path, *more: str, num_ranks: int = 2) -> dict[str, Any]:
     """Run the script, and return the progress of its newest checkpoint."""
     options = (f"--config={config}", f"--output={folder}", *more)
@@ -49,7 +40,7 @@ def train(folder: Path, config: Path, *more: str, num_ranks: int = 2) -> dict[st
 
 @pytest.mark.dist
 def test_a_run_learns_and_resumes_to_equal_losses(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    config, folder = config_file(tmp_path, "tables", **TINY), tmp_path / "run"
+    config, folder = config_file(tmp_path, CONFIGS / "tables.py", **TINY), tmp_path / "run"
     whole = train(folder, config)
     output = capfd.readouterr().out
     assert re.search(r"AUROC 0\.\d{4}, optimum 0\.\d{4}, gap -?0\.\d{4}", output)
@@ -76,7 +67,9 @@ def test_a_run_learns_and_resumes_to_equal_losses(tmp_path: Path, capfd: pytest.
     [("columns", 2), pytest.param("split_cache", 2, marks=pytest.mark.long), ("tables", 1)],
 )
 def test_other_tables_and_one_rank(tmp_path: Path, config: str, num_ranks: int) -> None:
-    progress = train(tmp_path / "run", config_file(tmp_path, config, **TINY), num_ranks=num_ranks)
+    progress = train(
+        tmp_path / "run", config_file(tmp_path, CONFIGS / f"{config}.py", **TINY), num_ranks=num_ranks
+    )
     assert progress["records"][-1]["loss"] < progress["records"][0]["loss"]
 
 
@@ -85,7 +78,9 @@ def test_a_file_of_criteo(tmp_path: Path) -> None:
     path = tmp_path / "clicks.tsv"
     write_criteo(path, num_lines=1000)
     sizes = {"TABLE_SIZES": (50,) * 26, "BOTTOM_SIZES": (16,), "TOP_SIZES": (16,), "EMBEDDING_DIM": 4}
-    config = config_file(tmp_path, "criteo", **{**TINY, **sizes, "BATCH_SIZE": 64, "EVALUATIONS": 2})
+    config = config_file(
+        tmp_path, CONFIGS / "criteo.py", **{**TINY, **sizes, "BATCH_SIZE": 64, "EVALUATIONS": 2}
+    )
     progress = train(tmp_path / "run", config, f"--data={path}")
     assert [record["samples"] for record in progress["records"]] == [448, 896]
     assert progress["records"][-1]["loss"] < progress["records"][0]["loss"]
@@ -167,6 +162,6 @@ def test_drawn_samples_are_a_function_of_their_index() -> None:
 @pytest.mark.long
 @pytest.mark.dist
 def test_the_optimum_is_reached(tmp_path: Path) -> None:
-    progress = train(tmp_path / "run", FOLDER / "configs" / "tables.py")
+    progress = train(tmp_path / "run", CONFIGS / "tables.py")
     assert 0.75 < progress["optimum"] < 0.85
     assert progress["optimum"] - progress["records"][-1]["auroc"] < GOAL
