@@ -100,6 +100,7 @@ def inject_fastnn(model: nn.Module) -> nn.Module:
             "a trunk has a block twice; in tensor mode 'dap' its first and last block differ from the others"
         )
     _replace(blocks, FoldingBlock.from_transformers)
+    # Pairs are cut in the first block and gathered in the last one; the trunk passes slices on in between.
     for stack in {stack: None for stack, _ in blocks}:
         members: list[Any] = list(stack)
         for block in members:
@@ -173,6 +174,7 @@ class SequenceToPair(AxialModule):
     def forward(self, sequence: Tensor) -> Tensor:
         """Return the update of pairs, (batch, n, n, pair_dim), of a sequence (batch, n, dim)."""
         first, second = self.projection(self.norm(sequence)).chunk(2, -1)  # (batch, n, hidden_dim)
+        # Rows of pairs are cut, so a rank takes its part of one operand, and the whole other one.
         first = self.group.replicate(first).unsqueeze(1)
         second = self.group.scatter(second, 1).unsqueeze(2)  # of the rows of this rank
         pair: Tensor = self.out(torch.cat([first * second, first - second], -1))
@@ -315,7 +317,9 @@ class FoldingBlock(AxialModule):
                 mask = sequence.new_ones(sequence.shape[:2])
             sequence = group.pad(sequence, (1,))
             pair = group.scatter(group.pad(pair, (1, 2)), 1)
+        # From here, each rank has the whole sequence and a slice of the rows of pairs.
         residues, pair_rows, pair_columns = self._padded_masks(mask)
+        # Biases are gathered, so all ranks compute the same sequence.
         update = self.sequence_attention(sequence.unsqueeze(1), pair, residues).squeeze(1)
         sequence = sequence + self.dropout(update)
         sequence = sequence + self.dropout(self.sequence_transition(sequence))
@@ -324,6 +328,7 @@ class FoldingBlock(AxialModule):
         pair = pair + self.start_dropout(self.outgoing(pair, pair_rows))
         pair = pair + self.end_dropout(self.incoming(pair, pair_rows))
         pair = pair + self.start_dropout(self.starting(pair, pair_rows, chunk_size))
+        # Pairs that end in one residue are a column, which must be whole on a rank.
         pair = group.to_columns(pair)
         pair = pair + self.column_dropout(self.ending(pair, pair_columns, chunk_size))
         pair = group.to_rows(pair)
