@@ -79,9 +79,9 @@ def read_a3m(path: Path) -> list[str]:
     Raises:
         ValueError: The file has no sequence, or sequences of several lengths.
     """
-    records = f"\n{path.read_text(encoding='utf-8-sig')}".split("\n>")[1:]
-    letters = ["".join("".join(record.splitlines()[1:]).split()).rstrip("*") for record in records]
-    sequences = ["".join(letter for letter in each if not letter.islower()) for each in letters]
+    sequences = [
+        "".join(letter for letter in letters if not letter.islower()) for _, letters in read_records(path)
+    ]
     if not sequences or not sequences[0]:
         raise ValueError(f"{path} has no sequence in A3M format: lines of a name, '>NAME', and its letters")
     for number, sequence in enumerate(sequences, 1):
@@ -91,6 +91,22 @@ def read_a3m(path: Path) -> list[str]:
                 f"{len(sequences[0])}"
             )
     return sequences
+
+
+def read_records(path: Path) -> list[tuple[str, str]]:
+    """Return the lines of names and the letters of a file in FASTA or A3M format.
+
+    Lines before the first name that begin with '#' are comments; zero bytes end blocks of ColabFold's files.
+
+    Raises:
+        ValueError: Other text is before the first name.
+    """
+    text = path.read_text(encoding="utf-8-sig").replace("\0", "")
+    head, *records = f"\n{text}".split("\n>")
+    if records and any(line.strip() and not line.startswith("#") for line in head.splitlines()):
+        raise ValueError(f"{path} has letters before its first line of a name, '>NAME'")
+    split = [record.partition("\n") for record in records]
+    return [(title.strip(), "".join(letters.split()).rstrip("*")) for title, _, letters in split]
 
 
 def read_contacts(path: Path, query: str) -> Tensor:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from a3m import read_a3m
+from a3m import read_a3m, read_records
 
 
 def read_files(paths: Sequence[Path]) -> dict[str, str]:
@@ -30,15 +30,14 @@ def read_sequences(path: Path) -> dict[str, str]:
     query, named as the file. Chains of a complex are separated by ':'.
 
     Raises:
-        ValueError: The file has no sequence, or a name twice, or characters that are not letters.
+        ValueError: The file has no sequence, or a name twice, or characters that are not letters, or
+            text before its first name.
     """
     if path.suffix == ".a3m":
         return {path.stem: read_a3m(path)[0].replace("-", "")}
     sequences: dict[str, str] = {}
-    for record in f"\n{path.read_text(encoding='utf-8-sig')}".split("\n>")[1:]:
-        title, *lines = record.splitlines()
-        name = (title.split() or [""])[0].replace("/", "_")
-        sequence = "".join("".join(lines).split()).upper().rstrip("*")
+    for title, letters in read_records(path):
+        name, sequence = (title.split() or [""])[0].replace("/", "_"), letters.upper()
         if not name or name in sequences:
             raise ValueError(f"{path} has {f'{name!r} twice' if name else 'a sequence without a name'}")
         if not all(chain.isalpha() for chain in sequence.split(":")):

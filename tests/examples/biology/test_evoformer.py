@@ -149,7 +149,7 @@ def test_contacts_of_a_structure(tmp_path: Path) -> None:
 @pytest.mark.unit
 def test_alignments_are_decoded(tmp_path: Path) -> None:
     path = tmp_path / "one.a3m"
-    path.write_text("\ufeff>query\r\nAR\r\nND*\r\n>insertion\r\nA-aaNB\r\n", encoding="utf-8")
+    path.write_text("\ufeff#4\t1\r\n>query\r\nAR\r\nND*\r\n>insertion\r\nA-aaNB\r\n\0", encoding="utf-8")
     assert a3m.read_a3m(path) == ["ARND", "A-NB"]
     assert alphabet.encode("A-NB").tolist() == [0, alphabet.GAP, 2, alphabet.UNKNOWN]
     path.write_text(">query\nARND\n>short\nARN\n")

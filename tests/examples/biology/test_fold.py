@@ -156,6 +156,7 @@ def test_files_of_sequences(tmp_path: Path) -> None:
     for text, message in (
         ("ACD", r"a\.fasta has no sequence in FASTA format"),
         (">one\nA\n>one\nC\n", r"a\.fasta has 'one' twice"),
+        ("ACD\n>one\nA\n", r"a\.fasta has letters before its first line of a name"),
         (">\nA\n", r"a\.fasta has a sequence without a name"),
         (">one\nA1\n", r"a\.fasta: 'one' is not a sequence of letters"),
         (">one\nA::C\n", r"a\.fasta: 'one' is not a sequence of letters"),
